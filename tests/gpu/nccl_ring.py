@@ -87,11 +87,7 @@ def environment(ranks: int, devices: int, log: Path | None = None) -> dict[str, 
     """Of a rank. Ranks that share a GPU have to share its blocks, else NCCL hangs. NCCL writes into the folder `log`
     what it uses for each edge, a file for each process."""
     usual = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    shared = {
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_MAX_CTAS": str(max(1, 8 // ranks)),
-        "NCCL_NVLS_ENABLE": "0",
-    }
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": str(max(1, 8 // ranks)), "NCCL_NVLS_ENABLE": "0"}
     debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log / "nccl.%p.log")} if log is not None else {}
     return {**usual, **debug, **(shared if devices < ranks else {})}
 

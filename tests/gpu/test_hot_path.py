@@ -76,18 +76,6 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
     assert set(graphs.stage.compiled._graph_cache.graphs) == captured
 
 
-def test_two_sessions_at_once_are_both_captured(model: Model) -> None:
-    device, orders = torch.device("cuda"), {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "clean")}
-    plain, graphs = Ring(model, device), Ring(model, device)
-    graphs.stage.compile(PreallocatedCaches(2, 4, "clean"))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        got = play(graphs, model, orders, CHUNKS_LONG)
-    expected = play(plain, model, orders, CHUNKS_LONG)
-    for name in orders:
-        assert max(float((a - b).abs().max()) for a, b in zip(got[name], expected[name], strict=True)) <= TOLERANCE
-    assert graphs.stage.compiled is not None and graphs.stage.compiled.captured_sessions == 2
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "graphs"])
 @pytest.mark.parametrize("kv_context", ORDERS)
 def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled: bool) -> None:

@@ -1,7 +1,7 @@
-"""Ranks of a test as processes: `python -m tests.pipeline.forked_ranks HOW FOLDER LIMIT_S MODULE STAGES PORT ...`.
+"""Ranks of a test as processes: `python -m tests.pipeline.forked_ranks FOLDER LIMIT_S MODULE STAGES PORT ...`.
 
-With HOW `fork` it imports `MODULE`, and all that takes seconds, once, and forks a process for each rank, which then
-runs it as `python -m MODULE RANK STAGES PORT ...` would. With `spawn` each is started so, as CUDA wants it.
+It imports `MODULE`, and all that takes seconds, once, and forks a process for each rank, which then runs it as
+`python -m MODULE RANK STAGES PORT ...` would.
 
 What they print goes to `FOLDER/RANK.out` and `.err`, their exit codes to `FOLDER/codes.json`: null for those that had
 not ended after `LIMIT_S` seconds. The first that fails ends all.
@@ -84,27 +84,10 @@ def fork(folder: Path, module: str, arguments: list[str]) -> list[int]:
     return processes
 
 
-def spawn(folder: Path, module: str, arguments: list[str]) -> list[int]:
-    """As `fork`; every rank imports all by itself."""
-    create = os.O_WRONLY | os.O_CREAT
-    return [
-        os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-m", module, str(rank), *arguments],
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, descriptor, folder / f"{rank}.{suffix}", create, 0o600)
-                for descriptor, suffix in ((1, "out"), (2, "err"))
-            ],
-        )
-        for rank in range(int(arguments[0]))
-    ]
-
-
-def main(how: str, folder: Path, limit_s: float, module: str, arguments: list[str]) -> None:
-    processes = (spawn if how == "spawn" else fork)(folder, module, arguments)
+def main(folder: Path, limit_s: float, module: str, arguments: list[str]) -> None:
+    processes = fork(folder, module, arguments)
     (folder / "codes.json").write_text(json.dumps(exit_codes(processes, limit_s)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -1,4 +1,4 @@
-"""Does a ring of real processes grow? `python -m tests.pipeline.growth_process --chunks 10000` plays and says.
+"""Does a ring of real processes grow?
 
 Three sessions, one per KV context, play legs of some chunks each. On the way prompts change, sessions are reset, closed
 and opened. After each leg the ring runs dry, and an update that means nothing goes around: every rank that meets it
@@ -9,7 +9,6 @@ As a rank: `RANK STAGES PORT LEGS LEG`; it prints its counts as JSON.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -31,7 +30,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
 
-LEG, WARM_LEGS = 100, 5
+WARM_LEGS = 5
 KV_CONTEXTS = ("clean", "staircase", "same_step")
 MARK = 2**20  # no session has this number
 LEAVE_S = 60.0
@@ -161,27 +160,5 @@ def grow(stages: int, legs: int, leg: int, limit_s: float) -> list[list[Counts]]
     return [json.loads(said) for said in run_ranks(module, [str(legs), str(leg)], stages, limit_s)]
 
 
-def play(argv: Sequence[str]) -> int:
-    """The program for people."""
-    parser = argparse.ArgumentParser(prog="python -m tests.pipeline.growth_process", description=__doc__)
-    parser.add_argument("--chunks", type=int, default=10_000, help="in hundreds, more than 500")
-    parser.add_argument("--stages", type=int, default=4)
-    options = parser.parse_args(argv)
-    if options.chunks <= WARM_LEGS * LEG or options.stages < 2:
-        parser.error(f"--chunks must be more than {WARM_LEGS * LEG}, --stages at least 2")
-    grown = 0
-    for rank, found in enumerate(grow(options.stages, options.chunks // LEG, LEG, 24 * 3600.0)):
-        for name in SLACK:
-            middle = found[(WARM_LEGS + len(found)) // 2]
-            print(f"rank {rank}  {name:15} {found[WARM_LEGS - 1][name]:>12} {middle[name]:>12} {found[-1][name]:>12}")
-        for fault in faults(found):
-            grown = 1
-            print(f"rank {rank}  GROWN: {fault}")
-    return grown
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 6 and sys.argv[1].isdigit():
-        print(json.dumps(main(*(int(word) for word in sys.argv[1:]))))
-    else:
-        sys.exit(play(sys.argv[1:]))
+    print(json.dumps(main(*(int(word) for word in sys.argv[1:]))))

@@ -61,6 +61,14 @@ def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNK
     return {name: latents[:chunks] for name, latents in done.items()}
 
 
+def end(ring: Ring, *sessions: int) -> None:
+    """Close sessions, and wait until nothing of them is in the ring."""
+    for session in sessions:
+        ring.close_session(session)
+    while ring.has_work:
+        ring.step_latents()
+
+
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

@@ -22,14 +22,12 @@ class RankFailed(Exception):
     """A rank ended with an error, or did not end in time; the message has what it and the others wrote to stderr."""
 
 
-def run_ranks(
-    module: str, arguments: Sequence[str], stages: int, limit_s: float, port: int | None = None, forked: bool = True
-) -> list[str]:
+def run_ranks(module: str, arguments: Sequence[str], stages: int, limit_s: float, port: int | None = None) -> list[str]:
     """Run `python -m module RANK STAGES PORT ARGUMENTS...` once per rank, one thread each; what they print, by rank.
     `port` is by default one that is free.
 
-    They are `forked` (see `forked_ranks`), so that the seconds of an import pass once, which CUDA does not bear.
-    However it ends, no process is left.
+    They are forked (see `forked_ranks`), so that the seconds of an import pass once. However it ends, no
+    process is left.
 
     Raises:
         RankFailed: as soon as one rank ends with an error, or after `limit_s` seconds.
@@ -38,9 +36,8 @@ def run_ranks(
         for rank in range(stages):  # one that is ended at once has not opened its own yet
             for kind in ("out", "err"):
                 (Path(folder) / f"{rank}.{kind}").touch()
-        how = "fork" if forked else "spawn"
-        python = fork_server.interpreter() if forked and fork_server.folder is not None else sys.executable
-        command = [python, "-m", "tests.pipeline.forked_ranks", how, folder, str(limit_s), module, str(stages)]
+        python = sys.executable if fork_server.folder is None else fork_server.interpreter()
+        command = [python, "-m", "tests.pipeline.forked_ranks", folder, str(limit_s), module, str(stages)]
         process = subprocess.Popen(
             [*command, str(free_port() if port is None else port), *arguments],
             cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stderr=subprocess.PIPE,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import MicroStep
-from streamdiff.pipeline.balance import assign_blocks, gather_costs, interpolate_costs, measure, row_costs
+from streamdiff.pipeline.balance import assign_blocks, gather_costs, measure, row_costs
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.model_sizes import read_sizes
@@ -31,11 +31,6 @@ def agree(config: ModelConfig, everybody: list[dict[str, float]]) -> set[tuple[t
     with ThreadPoolExecutor(stages) as pool:
         asked = [pool.submit(share, rank, own) for rank, own in enumerate(everybody)]
         return {each.result(timeout=60) for each in asked}
-
-
-def test_equal_ranks_share_evenly() -> None:
-    config = ModelConfig(stages=2)
-    assert agree(config, [{"block_s": 0.1}, {"block_s": 0.1}]) == {((0, 3), (3, 6))}
 
 
 def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +75,3 @@ def test_what_rows_cost_is_measured_on_the_stage_itself_and_leaves_nothing_open(
     asked.clear()
     assert len(row_costs(stage, 6, steps=4, kv_context="same_step", memory=RankMemory(0))) == 6
     assert set(asked) == {1}, "there is room for no more"
-
-
-def test_numbers_of_rows_that_were_not_measured_lie_on_a_line_with_their_neighbours() -> None:
-    assert interpolate_costs({1: 10.0, 2: 14.0, 4: 20.0}, 6) == [10.0, 14.0, 17.0, 20.0, 23.0, 26.0]
-    assert interpolate_costs({1: 10.0}, 3) == [10.0, 20.0, 30.0]
-    assert interpolate_costs({1: 10.0, 2: 9.0}, 3) == [10.0, 10.0, 10.0], "more rows never take less"

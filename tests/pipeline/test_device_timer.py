@@ -40,20 +40,6 @@ def test_the_time_is_the_device_s_and_the_host_never_waits_for_it() -> None:
     assert timer.busy_s == pytest.approx(30.0), "an idle device"
 
 
-def test_what_two_streams_do_at_once_counts_once() -> None:
-    device = Device()
-    timer = DeviceTimer(device.event)
-    transformer, decoder = timer.stream(), timer.stream()
-    with transformer.work("a step"):
-        device.compute(3.0)
-        with decoder.work("a chunk"):
-            device.compute(4.0)
-    with decoder.work("another"):
-        device.compute(1.0)
-    device.carry_out()
-    assert timer.busy_s == pytest.approx(8.0)
-
-
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=16))
 def test_busy_time_is_what_the_intervals_cover(given: list[tuple[int, int]]) -> None:
     intervals = sorted(((begin, begin + length) for begin, length in given), key=lambda each: each[1])

@@ -14,22 +14,12 @@ MODEL = small_model(3, sink=2)
 CONTEXTS = ("clean", "staircase", "same_step")
 
 
-ORDERS = {
-    0: Order(RED, 5, 4, "clean"),
-    1: Order(BLUE, 6, 2, "staircase"),
-    2: Order(WHITE, 5, 4, "same_step"),
-}
+ORDERS = {0: Order(RED, 5, 4, "clean"), 1: Order(BLUE, 6, 2, "staircase"), 2: Order(WHITE, 5, 4, "same_step")}
 
 
 def open_session(ring: Ring, session: int, order: Order, epoch: int = 0) -> None:
-    ring.open(
-        session,
-        MODEL.text.encode(order.text),
-        seed=order.seed,
-        epoch=epoch,
-        steps=order.steps,
-        kv_context=order.kv_context,
-    )
+    text = MODEL.text.encode(order.text)
+    ring.open(session, text, seed=order.seed, epoch=epoch, steps=order.steps, kv_context=order.kv_context)
 
 
 def run(ring: Ring, sessions: list[int], chunks: int) -> dict[int, list[torch.Tensor]]:

@@ -56,14 +56,6 @@ def test_a_traced_stream_is_the_same_and_leaves_its_files(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "new").iterdir()] == [TRACE]
 
 
-def test_a_short_stream_says_that_there_is_no_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    traced = profiled(tmp_path, 2)
-    play(traced, 2)
-    traced.close()
-    assert list(tmp_path.iterdir()) == []
-    assert [record.name for record in caplog.records] == ["streamdiff.pipeline.profiler"]
-
-
 @pytest.mark.slow
 def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
     save_model(tmp_path / "model")

@@ -50,8 +50,7 @@ def test_a_gpu_s_defaults_are_what_a_rank_runs(hopper: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "keys"),
-    [({"name": "self-forcing"}, 21 * 1560), ({"name": "longlive-1.3b"}, 12 * 1560)],
+    ("given", "keys"), [({"name": "self-forcing"}, 21 * 1560), ({"name": "longlive-1.3b"}, 12 * 1560)]
 )
 def test_attention_is_tried_at_the_model_s_sizes(
     hopper: None, monkeypatch: pytest.MonkeyPatch, given: Any, keys: int

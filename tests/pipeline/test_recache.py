@@ -12,7 +12,6 @@ from streamdiff.commands.reference import PromptSwitch, ReferenceRun, run_refere
 from streamdiff.core import MicroStep
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 from streamdiff.pipeline.ring import Ring
 from tests.pipeline.plain_longlive import plain_stream
 from tests.pipeline.playing import local_ring
@@ -48,24 +47,6 @@ def test_it_is_the_published_stream(chunk: int, window: int, sink: int, full: in
     assert float((got - expected).abs().max()) < TOLERANCE
     assert torch.equal(got, made(model, switches, stages=3))
     assert float((made(model, switches, "recache-causal") - expected).abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("chunk", "visible_from", "chunks"),
-    [(0, 0, [0]), (3, 0, [0, 1, 2, 3]), (4, 0, [2, 3, 4]), (9, 0, [7, 8, 9]), (3, 2, [0, 2, 3]), (9, 8, [8, 9])],
-)
-def test_what_runs_again(chunk: int, visible_from: int, chunks: list[int]) -> None:
-    """The sink as long as the window holds the whole stream; nothing that a `flush` has hidden."""
-    assert CacheGeometry(3, 12, chunk=3).recached(chunk, visible_from) == chunks
-
-
-def test_what_runs_again_where_windows_and_sinks_cut_chunks() -> None:
-    """Window 5 and chunks of 2: after chunk 2 the window has moved on by a frame, and chunk 0 is not run again."""
-    geometry = CacheGeometry(1, 5, chunk=2)
-    assert geometry.recached(1) == [0, 1] and geometry.recached(2) == [1, 2]
-    wide = CacheGeometry(1, 5, chunk=3)
-    assert wide.recached(1) == [0, 1], "of chunk 0 the last frame is in the window, and the first is the sink"
-    assert wide.full(1)
 
 
 @torch.inference_mode()

@@ -1,7 +1,6 @@
 """A ring of real processes holds no more memory, files, transfers or lists at its end than at its beginning.
 
-Legs of ten chunks, and in `make soak` 10,000 chunks in legs of a hundred, as `python -m tests.pipeline.growth_process`
-plays them.
+Legs of ten chunks, and in `make soak` 10,000 chunks in legs of a hundred.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.failing import CHUNKS, KINDS, ONCE, play_failing, spoil
-from tests.pipeline.playing import local_ring, same
+from tests.pipeline.playing import end, local_ring, same
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU, RED, small_model
 
@@ -26,7 +26,6 @@ LIMIT_S = 900.0  # ends what hangs
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[torch.Tensor]]:
     """Every session by itself."""
-    torch.set_num_threads(1)
     return {name: play_failing(Ring(MODEL, CPU), MODEL, {name: context})[0][name] for name, context in CONTEXTS.items()}
 
 
@@ -147,9 +146,7 @@ def test_a_slot_is_good_again_for_the_next_session(alone: dict[int, list[torch.T
     spoil(stage, 0, "numbers")
     assert list(play_failing(ring, MODEL, {0: "clean", 1: "clean"})[1]) == [0]
     stage.forward = forward  # type: ignore[method-assign]
-    ring.close_session(1)
-    while ring.has_work:
-        ring.step_latents()
+    end(ring, 1)
     lost: dict[int, str] = {}
     ring.faults.on_fault = lost.__setitem__
     ring.open(0, MODEL.text.encode(RED), seed=0, epoch=9, steps=2, kv_context="clean")

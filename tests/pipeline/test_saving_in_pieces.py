@@ -14,21 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
-from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, Piece, latents_layout, stream_key
+from streamdiff.pipeline.decode.decode_worker import LocalDecoding, Piece
 from streamdiff.pipeline.distributed import state_exchange
-from streamdiff.pipeline.distributed.link import LocalLink, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.session_state import walk
 from tests.pipeline.test_swapping import CHUNK, CHUNKS, CONTEXTS, MODEL, Streams, alone, opened, stages_of
-from tests.small import BLUE, CPU, RED, small_model
+from tests.small import BLUE, CPU, RED
 
 
 @pytest.fixture(autouse=True)
@@ -100,31 +97,6 @@ def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, sta
     streams.play(CHUNKS, 0)
     assert np.array_equal(streams.shown(0), alone(kv_context).shown(0))
     place.pipeline.close()
-
-
-def test_a_stage_that_is_done_first_copies_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model(4, layers=3)
-    pipeline = StreamingPipeline(model, CPU, parts=local_parts(model, CPU, 2))
-    opened(pipeline, "clean")
-    streams = Streams(pipeline)
-    streams.play(2, 0, 1)
-    most = max(state_exchange.chunk_bytes(stage.sessions[0].state) for stage in stages_of(pipeline))
-    monkeypatch.setattr(state_exchange, "_LEAST_BYTES", most)  # so that a stage with fewer blocks has fewer pieces
-    put, puts = pipeline.stage.exchange.put, list[str]()
-
-    def counted(name: str, state: State) -> None:
-        puts.append(name)
-        put(name, state)
-
-    monkeypatch.setattr(pipeline.stage.exchange, "put", counted)
-    while not pipeline.saving.comes_to_rest(0):
-        streams.take(pipeline.step(0.01))
-    ticket = pipeline.saving.begin(0)
-    while not (saved := pipeline.saving.take_done()):
-        streams.take(pipeline.step(0.01))
-    assert saved[0][0] == ticket and isinstance(saved[0][1], Snapshot)
-    assert len(puts) == len(set(puts)) == 2, "each stage's, once"
-    pipeline.close()
 
 
 def changed(pipeline: StreamingPipeline) -> None:
@@ -206,25 +178,6 @@ def test_what_a_decoder_remembers_is_copied_by_and_by_and_what_is_decoded_meanwh
     alone, beside = remembered(False), remembered(True)
     assert alone.keys() == beside.keys() and sum(tensor.nbytes for tensor in alone.values()) > 10 * 64
     assert all(torch.equal(alone[name], beside[name]) for name in alone)
-
-
-def test_a_rank_that_decodes_saves_a_stream_as_it_is_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next chunk has come by then."""
-    monkeypatch.setattr(decoder_memories, "_PIECE", 64)
-    decoder = MODEL.decoder
-    assert decoder is not None
-    tensors, tree = walk.save(decoder.new_memory())
-    link, exchange = LocalLink(latents_layout(MODEL.spec)), LocalExchange()
-    row = MicroStep(0, 0, 0, MODEL.spec.chunk_latents, 0)
-    link.send(StageMessage(MessageKind.SAVE, (), SessionUpdate(0)))
-    link.send(StageMessage(MessageKind.ROWS, (row,), None, (torch.ones((1, *MODEL.spec.chunk_shape)),)))
-    worker = threading.Thread(target=DecodeWorker(decoder, link, Sender(), exchange=exchange).run)
-    worker.start()
-    saved, saved_tree = exchange.take(stream_key(0))
-    link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
-    worker.join()
-    assert saved_tree == tree and saved.keys() == tensors.keys()
-    assert all(torch.equal(saved[name], tensors[name]) for name in tensors)
 
 
 def begun_afresh(stage: ModelRunner) -> None:

@@ -23,13 +23,7 @@ from tests.small import BLUE, CPU, RED, small_model
 
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
-CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS, SAVED_AT = 7, 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def started(stages: int, model: Model = MODEL) -> StreamingPipeline:
@@ -159,10 +153,3 @@ def test_a_file_that_is_no_snapshot_is_refused(metadata: dict[str, str] | None, 
     save_file({"a": torch.ones(1)}, path, metadata)
     with pytest.raises(ConfigError):
         Snapshot.from_bytes(mapped(path))
-
-
-def test_what_cannot_be_written_leaves_nothing(snapshot: Snapshot, tmp_path: Path) -> None:
-    for path in (tmp_path / "nowhere" / "file", tmp_path):
-        with pytest.raises(ConfigError):
-            snapshot.write(path)
-    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from streamdiff.commands.reference import ReferenceRun, run_reference
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from tests.pipeline.playing import local_ring
+from tests.pipeline.playing import local_ring, same
 from tests.small import CPU, RED, small_encoder, small_model
 
 MODEL = small_model(4, layers=4, sink=2, window=8)
@@ -48,11 +48,6 @@ class Recording(StreamingPipeline):
         super()._decode(stream, chunk, latents)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def pipeline() -> Iterator[Recording]:
     made = Recording()
@@ -77,10 +72,6 @@ def chunks_of(pipeline: Recording, session: int = 0, count: int = CHUNKS) -> lis
                 finished += piece.last
     assert frames == count * SPEC.chunk_frames
     return pipeline.decoded[pipeline.streams[session].number][:count]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def test_the_picture_stands_still_in_the_latents_of_whole_chunks() -> None:

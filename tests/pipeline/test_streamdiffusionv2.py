@@ -12,7 +12,6 @@ from torch import Tensor
 from streamdiff.commands.reference import ReferenceRun
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.runner.init_latents import levels_of
 from tests.pipeline.float64_wan import PlainWan, attend, rotated
 from tests.pipeline.reference_cases import played
 from tests.small import RED, small_model
@@ -217,15 +216,3 @@ def test_video_to_video_is_as_published() -> None:
     exact = replace(schedule, grid_shift=None)
     assert (played(model, replace(run, schedule=exact)) - got).abs().max() > 1e-4, "the level is looked up"
     assert (played(model, replace(run, motion=None)) - got).abs().max() > 1e-3, "the motion of pixels counts"
-
-
-def test_without_motion_too_the_level_is_that_of_the_schedule() -> None:
-    """`--strength` is told as it is, and looked up; without it the first step is the schedule's."""
-    schedule = sampling.published((700, 500), shift=8.0, nearest=True)
-    timesteps = torch.tensor([700.0, 813.0, 655.0])
-    assert levels_of(timesteps, schedule)[0] == pytest.approx(schedule.sigmas[0], abs=1e-7)
-    table = [8 * raw / (1 + 7 * raw) for raw in (1 - n / 1000 for n in range(1000))]
-    nearest = [min(table, key=lambda entry: abs(entry - told / 1000)) for told in timesteps.tolist()]
-    assert levels_of(timesteps, schedule).tolist() == pytest.approx(nearest, abs=1e-7)
-    given = sampling.from_timesteps((700, 500), (0.7002, 0.4997))
-    assert levels_of(timesteps, given).tolist() == pytest.approx([0.7002, 0.813, 0.655], abs=1e-7)

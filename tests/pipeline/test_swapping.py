@@ -20,17 +20,12 @@ from tests.pipeline import rest_process as process
 from tests.pipeline.processes import run_ranks
 from tests.saving import save
 from tests.small import CPU, RED, WHITE, small_model
-from tests.swap_files import damage, swap_files
+from tests.swap_files import swap_files
 
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
 CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS = 7
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def stages_of(pipeline: StreamingPipeline) -> list[ModelRunner]:
@@ -153,29 +148,6 @@ def test_in_mid_chunk_and_between_chunks_in_host_memory_and_on_disk(
     ended(pipeline)
     for session in (0, 1):
         assert np.array_equal(streams.shown(session), alone(kv_context).shown(session)), f"session {session}"
-
-
-@pytest.mark.slow
-def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Path) -> None:
-    pipeline = started(2, tmp_path, host_bytes=0)
-    opened(pipeline, "same_step")
-    streams = Streams(pipeline)
-    streams.play(2, 0, 1)
-    until_mid_chunk(streams)
-    pipeline.swapping.swap_out(0)
-    while len(swap_files(tmp_path)) < 3 or pipeline.swapping.place(0) != "disk":
-        streams.take(pipeline.step(0.01))
-    damage(swap_files(tmp_path)[-1])
-    pipeline.swapping.swap_in(0)
-    while not (lost := pipeline.swapping.take_lost()):
-        streams.take(pipeline.step(0.01))
-    assert lost == [0] and pipeline.swapping.take_lost() == []
-    streams.pictures[0].clear()
-    pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
-    streams.play(CHUNKS, 0, 1)
-    ended(pipeline)
-    for session in (0, 1):
-        assert np.array_equal(streams.shown(session), alone("same_step").shown(session)), f"session {session}"
 
 
 @pytest.mark.slow

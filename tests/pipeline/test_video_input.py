@@ -21,6 +21,7 @@ from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, GivenVideo, LiveLatents
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.video_input.feeding import MAX_UNENCODED
+from tests.pipeline.playing import same
 from tests.saving import save
 from tests.small import CPU, RED, small_encoder, small_model
 
@@ -80,20 +81,11 @@ class Fed(StreamingPipeline):
         return figures
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def pipeline() -> Iterator[Fed]:
     made = Fed()
     yield made
     made.close()
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.slow

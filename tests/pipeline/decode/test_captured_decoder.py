@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.picture_decoder import DecoderState, PictureDecoder, VideoDecoder
-from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline.runner.graphs import CapturedStep, one_graph
-from tests.small import small_autoencoder, small_decoder
-from tests.small_vae import small_wan_autoencoder
+from tests.pipeline.decode.test_compiled_decoder import taehv, wan
 
 Given = tuple[Tensor, DecoderState]
 
@@ -57,15 +55,6 @@ class StandIns:
                 tensor.fill_(77)
 
 
-def taehv() -> tuple[VideoDecoder, tuple[int, ...]]:
-    return small_decoder(small_autoencoder(3), torch.full((4,), 0.2), torch.ones(4)), (4, 3, 4, 4)
-
-
-def wan() -> tuple[VideoDecoder, tuple[int, ...]]:
-    autoencoder = small_wan_autoencoder(2, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
-    return WanDecoder(autoencoder), (16, 3, 4, 4)
-
-
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"):
@@ -76,10 +65,10 @@ def nothing_compiled() -> Iterator[None]:
 @torch.inference_mode()
 @pytest.mark.parametrize("parts", [taehv, wan])
 def test_streams_that_take_turns_get_the_plain_decoders_pictures(
-    parts: Callable[[], tuple[VideoDecoder, tuple[int, ...]]],
+    parts: Callable[[], tuple[VideoDecoder, tuple[int, ...], int]],
 ) -> None:
     graphs = StandIns()
-    plain, shape = parts()
+    plain, shape, _ = parts()
     decoder, alone = PictureDecoder(plain), PictureDecoder(plain)
     decoder.compile(torch.empty(shape), 3, one_graph, partial(CapturedStep, capture=graphs.record))
     captured = list(decoder._graphs.values()) if decoder._graphs else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
-from streamdiff.pipeline.distributed.link import GroupBroken, ring_edges
+from streamdiff.pipeline.distributed.link import GroupBroken
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.rank_process import link_fault
@@ -24,7 +23,7 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, Case, shared_model
-from tests.pipeline.playing import Order, play, same
+from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU
 
@@ -73,15 +72,6 @@ def test_no_long_stream_of_shared_stages_drifts_from_that_of_one_rank(tmp_path: 
     check([*cases, case("1x2", 60, link="nccl"), case("1x4", 60, ADAPTIVE)], tmp_path)
 
 
-@pytest.mark.slow
-def test_the_sink_of_the_comparison_takes_chunks_in() -> None:
-    """Of both sessions, or the comparison above would say nothing about it."""
-    taken, model = alone(ADAPTIVE, 12), shared_model(ADAPTIVE)
-    plain = replace(model, spec=replace(model.spec, adaptive_sink=None))
-    for name, order in ADAPTIVE.items():
-        assert not same(taken[name], play(Ring(plain, CPU), plain, {name: order}, 12)[name]), name
-
-
 def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
     model, sizes = load_model(WEIGHTS, CPU), read_sizes("tiny")
     for kv_context in ("clean", "staircase", "same_step"):
@@ -93,14 +83,6 @@ def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
         counted = 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context, shares=2)
         assert walk.nbytes(stage.sessions[0].state) + text == counted, kv_context
         assert counted < 0.6 * 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context)
-
-
-def test_edges_lead_side_by_side_from_stage_to_stage() -> None:
-    assert ring_edges(1) == []
-    assert ring_edges(2) == [(0, 1), (1, 0)]
-    assert ring_edges(3) == [(0, 1), (1, 2), (2, 0)]
-    assert ring_edges(1, 3) == [(0, 1), (0, 2)]
-    assert ring_edges(2, 2) == [(0, 2), (1, 3), (2, 0), (0, 1)]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The NCCL link where no GPU is needed: which link is picked, and how the two ends of a link end.
+"""The NCCL link where no GPU is needed: how the two ends of a link end.
 
 Its contract and whole rings over it, with `rendezvous_backend` in the place of NCCL, are in `test_link.py`,
 `test_rendezvous_ring.py` and `test_ring_processes.py`; the order on the device in `test_cuda_streams.py`; real GPUs in
@@ -7,12 +7,8 @@ Its contract and whole rings over it, with `rendezvous_backend` in the place of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,29 +18,11 @@ from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
-from streamdiff.pipeline.topology import pick_link
 from tests.pipeline.distributed.rendezvous_backend import Event, Streams
 from tests.pipeline.distributed.scenarios import SMALL, work
 from tests.small import CPU, small_model
 
-CUDA = torch.device("cuda")
 END = links_nccl.NcclEnd(SMALL, 0, 0, CPU, None, streams=Streams())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("device", "shared", "nccl", "picked"),
-    [
-        (CUDA, False, True, "nccl"),
-        (CUDA, True, True, "gloo"),
-        (CUDA, False, False, "gloo"),
-        (CPU, False, True, "gloo"),
-    ],
-)
-def test_which_link(
-    device: torch.device, shared: bool, nccl: bool, picked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    assert pick_link(device, shared) == picked
 
 
 class Records:
@@ -173,38 +151,3 @@ def test_a_rank_that_only_decodes_meets_nobody_where_the_head_has_no_edge(monkey
     assert not met
     topology.join_edges(topology.StageTopology(2, 2, link="nccl"), small_model(1).spec, CPU)
     assert met == ["groups", "barrier"]
-
-
-WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
-
-
-class Options:
-    """What there is of `ProcessGroupNCCL.Options` in a build with NCCL."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self._timeout: timedelta | None = None
-        self.config = SimpleNamespace(blocking=-1, max_ctas=-1)
-
-
-def test_a_group_of_nccl_holds_few_multiprocessors_and_its_watchdog_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Options of their own for each group, since torch writes the group's name into them."""
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append({"ranks": ranks, **given}))
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(dist, "get_rank", lambda: 2)
-    for name in WATCHDOG:
-        monkeypatch.setenv(name, "1")  # as torchrun sets the first
-    edges: list[int] = []
-    links_nccl.edge_groups(3, torch.device("cuda", 1), on_edge=edges.append)
-    assert edges == [1, 2] and [each["ranks"] for each in made] == [[0, 1], [1, 2], [2, 0]]
-    options = [each["pg_options"] for each in made]
-    assert len(set(map(id, options))) == 3
-    for each, group in zip(options, made, strict=True):
-        assert (each.config.blocking, each.config.max_ctas, each.is_high_priority_stream) == (1, 4, True)
-        assert each._timeout == group["timeout"], "else torch warns"
-        assert group["device_id"] == torch.device("cuda", 1)
-    assert [os.environ[name] for name in WATCHDOG] == ["0"] * 3

@@ -48,15 +48,6 @@ def test_every_slot_is_needed(plan: CacheGeometry, chunk: int) -> None:
     assert plan.slot(late + plan.spare + 1) in {plan.slot(seen) for seen in plan.visible(late)}
 
 
-@pytest.mark.parametrize(
-    ("sink", "window", "spare", "chunk"),
-    [(3, 3, 0, 1), (-1, 3, 0, 1), (0, 0, 0, 1), (0, 3, -1, 1), (2, 4, 0, 3), (0, 3, 0, 0)],
-)
-def test_an_impossible_ring_is_refused(sink: int, window: int, spare: int, chunk: int) -> None:
-    with pytest.raises(ValueError):
-        CacheGeometry(sink, window, spare, chunk=chunk)
-
-
 @st.composite
 def uneven(draw: st.DrawFn) -> CacheGeometry:
     chunk, sink = draw(st.integers(1, 4)), draw(st.integers(0, 7))
@@ -195,17 +186,6 @@ def test_what_was_flushed_is_not_folded_in() -> None:
     assert attention.row_metadata(plan, state, 0, 6, visible_from_chunk=4, fold=0.9).shape.fold is not None
     assert attention.row_metadata(plan, state, 0, 6, visible_from_chunk=5, fold=0.9).shape.fold is None
     assert attention.row_metadata(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
-
-
-@pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 0), (0, 3), (1, 2)])
-def test_a_full_window_lies_in_few_ranges_that_come_again(sink: int, spare: int) -> None:
-    """In one where no slot is spare. A captured graph is made for each."""
-    plan = CacheGeometry(sink, 4, spare)
-    state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)
-    full = [attention.row_metadata(plan, state, 0, chunk).shape for chunk in range(plan.slots, 100)]
-    assert max(len(shape.ranges) for shape in full) == (1 if spare == 0 else 2)
-    assert len(set(full)) == (1 if spare == 0 else plan.slots - plan.pinned)
-    assert all(sum(b - a for a, b in shape.ranges) == plan.window for shape in full)
 
 
 class Reads(TorchDispatchMode):

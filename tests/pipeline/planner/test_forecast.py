@@ -52,21 +52,10 @@ def test_published_figures_lie_within_the_stated_factor(
     assert re.search(rf"\| {who}\b[^|]*\| {published:g} \| {estimated:.3g} \|", page), f"{estimated:.3g}"
 
 
-def test_the_decoder_in_use_counts() -> None:
-    large, small = planned("h100"), planned("h100", vae="taew2_1")
-    assert large.layout.decode_s > 20 * small.layout.decode_s > 0
-    assert rates(large)["clean"] < 0.75 * rates(small)["clean"]
-
-
 def test_the_contexts_that_reach_the_target_are_named() -> None:
     outcome = planned("h100", vae="taew2_1", stages=4, fps=100.0)
     assert outcome.forecast is not None
     assert outcome.forecast.reaching(1) == ("staircase", "same_step")
-    text = "\n".join(as_text(outcome))
-    assert "the target is 100 frames/s of each session" in text
-    assert "1 session reaches it in: staircase, same_step" in text
-    assert "to expect of 4 x NVIDIA H100 SXM: an estimate, not a measurement" in text
-    assert "trained for it" in text
 
 
 def test_what_does_not_fit_reaches_nothing_and_the_options_are_told() -> None:
@@ -92,10 +81,8 @@ def test_offloaded_blocks_are_as_slow_as_their_copies() -> None:
     ("title", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce RTX 4090", "4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA H100 PCIe", None),
         ("NVIDIA A100-SXM4-80GB", None),
     ],
 )
@@ -177,11 +164,3 @@ def test_sharing_is_best_for_one_stream_and_stages_for_several() -> None:
     assert staged.expected["alone"].frames_per_s == pytest.approx(found.one_gpu.expected["alone"].frames_per_s, rel=0.1)
     assert 4 * staged.expected["asked"].frames_per_s > 3.5 * found.one_gpu.expected["alone"].frames_per_s
     assert shared.expected["alone"].first_chunk_s < staged.expected["alone"].first_chunk_s / 2
-
-
-@pytest.mark.slow
-def test_a_large_decoder_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
-    found = compared(4, sizes(vae=None), sessions=4)
-    whole, apart = cases(found)["1x4", "head"], cases(found)["1x3", "dedicated"]
-    assert whole.expected["alone"].frames_per_s < apart.expected["alone"].frames_per_s
-    assert found.best("alone") is apart and max(apart.rank_bytes[:3]) < apart.rank_bytes[0] + 1

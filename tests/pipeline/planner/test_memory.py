@@ -1,5 +1,5 @@
-"""Memory is counted without weights, as diffusers has it and as published; a model that does not fit is refused before
-anything is loaded, with options that make it fit, and true figures."""
+"""Memory is counted without weights, as published; a model that does not fit is refused before anything is loaded, with
+options that make it fit, and true figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamdiff.models.model import StageModel
 from streamdiff.models.spec import with_size
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
-from streamdiff.pipeline import load_plan, rank_process
+from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner.memory import Demand, Storage, misfit, stage_memory
 from streamdiff.pipeline.planner.model_sizes import entry_sizes, read_sizes, sizes_from
@@ -37,25 +37,10 @@ GPU = torch.device("cuda", 0)
 LARGE = {**SMALL, "name": "random:wan2.1-14b"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("wan2.1-t2v-1.3b", 1.419e9), ("wan2.1-t2v-14b", 14.288e9)])
-def test_weights_are_counted_as_diffusers_has_them(name: str, count: float) -> None:
-    sizes = entry_sizes(catalogue.find(name))
-    with torch.device("meta"):
-        model = WanTransformer3DModel(
-            num_attention_heads=sizes.heads,
-            attention_head_dim=sizes.width // sizes.heads,
-            in_channels=sizes.in_channels,
-            out_channels=sizes.out_channels,
-            text_dim=sizes.text_dim,
-            freq_dim=sizes.freq_dim,
-            ffn_dim=sizes.ffn_dim,
-            num_layers=sizes.blocks,
-        )
-    theirs = sum(parameter.numel() for parameter in model.parameters())
-    assert theirs == pytest.approx(count, rel=5e-4)
+def test_weights_are_counted_as_published(name: str, count: float) -> None:
     (stage,) = stage_memory(catalogue.find(name), 1)
-    assert stage.weights == 2 * theirs
+    assert stage.weights == pytest.approx(2 * count, rel=5e-4)
 
 
 @pytest.mark.parametrize(("name", "per_latent"), [("self-forcing", 0.288e9), ("krea-realtime-14b", 1.28e9)])
@@ -195,36 +180,6 @@ def test_options_that_help_only_together_are_told_together() -> None:
     assert words.count("--") >= 2 and not ("--quantize" in words and "--offload" in words)
     assert total_gb(with_options(LARGE, words)) == pytest.approx(float(figure), rel=0.01)
     assert float(figure) <= 24
-
-
-@pytest.mark.parametrize(
-    ("config", "offered", "left_out"),
-    [
-        (ModelConfig(**LARGE, device_memory_gb=3), ("No option makes it fit; the least is ", "or more --stages"), ()),
-        (
-            ModelConfig(**{**LARGE, "vae": "random:taew2_1"}, window=6, sink=0, device_memory_gb=16),
-            ("--offload blocks (",),
-            ("--quantize",),
-        ),
-        (ModelConfig(device_memory_gb=0.01), ("tiny does not fit",), ("--window", "--size", "--vae")),
-    ],
-)
-def test_only_options_that_help_are_offered(
-    config: ModelConfig, offered: tuple[str, ...], left_out: tuple[str, ...]
-) -> None:
-    text = refused(config)
-    assert all(words in text for words in offered) and not any(words in text for words in left_out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "fits"), [(0, False), (1, True), (2, False)])
-def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None:
-    """Two stages of 14B, and a rank that decodes with Wan's large decoder, under the same limit."""
-    config = ModelConfig(**LARGE, stages=2, decode_rank="dedicated", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
-    loader = plan_load(config, GPU)
-    demand, limits = loader.demand(split_evenly(loader.sizes.blocks, 2)), load_plan._device_limits(config, GPU)
-    found = [misfit(demand, rank, limit, where) for limit, where in limits]
-    assert found == [None, None] if fits else f"rank {rank} needs " in str(found[0])
 
 
 def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> None:

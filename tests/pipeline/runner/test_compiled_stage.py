@@ -19,7 +19,7 @@ from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
 from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.compiling import BACKENDS, FINDING, FOUND, TRACED, compiled_by
-from tests.pipeline.playing import Order, local_ring, play
+from tests.pipeline.playing import Order, end, local_ring, play
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 pytestmark = [
@@ -113,9 +113,7 @@ def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_s
             assert all(full_window_only(ran, FULL * 5) for ran in ran_a_graph)
             expected = play(Ring(MODEL, CPU), MODEL, {0: order}, CHUNKS)[0]
             assert worst(got, expected) <= TOLERANCE
-            ring.close_session(0)
-            while ring.has_work:
-                ring.step_latents()
+            end(ring, 0)
     assert worst(got, play(Ring(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
 
 
@@ -160,9 +158,7 @@ def switched(ring: Ring, policy: str, chunks: int = 8) -> list[torch.Tensor]:
             ring.set_conditioning(0, MODEL.text.encode(BLUE), epoch=1, switch=policy)
         ring.scheduler.set_frame_credit(0, (min(chunks, 8 if not due else 5) - ring.scheduler.next_chunk(0)) * 4 * 4)
         done += [latents for _, latents in ring.step_latents(1.0)[1]]
-    ring.close_session(0)
-    while ring.has_work:
-        ring.step_latents()
+    end(ring, 0)
     return done
 
 
@@ -173,10 +169,7 @@ def test_what_no_graph_was_made_for_runs_the_plain_path(ring: Ring) -> None:
         got = play(ring, MODEL, orders)
     expected = play(local_ring(MODEL, CPU, 2), MODEL, orders)
     assert max(worst(got[name], expected[name]) for name in orders) <= TOLERANCE
-    for name in orders:
-        ring.close_session(name)
-    while ring.has_work:
-        ring.step_latents()
+    end(ring, *orders)
 
 
 @pytest.mark.parametrize(

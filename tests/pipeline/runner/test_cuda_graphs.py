@@ -30,7 +30,7 @@ from streamdiff.pipeline.runner.graphs import Graph, GraphCache, Inputs, Run, Te
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
-from tests.pipeline.playing import Order, local_ring, play
+from tests.pipeline.playing import Order, end, local_ring, play
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
@@ -100,12 +100,6 @@ def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bo
     )
 
 
-def end(ring: Ring, session: int) -> None:
-    ring.close_session(session)
-    while ring.has_work:
-        ring.step_latents()
-
-
 class Noted(TorchDispatchMode):
     """Notes the operations that a stage asks for, those of its graphs left aside."""
 
@@ -126,20 +120,6 @@ def test_a_replayed_micro_step_takes_no_memory(monkeypatch: pytest.MonkeyPatch, 
     noted = asked_for(monkeypatch, stages, {0: TWO[0]})
     assert len(noted) >= stages * 3 * 4
     assert {name for names in noted for name in names} == {"aten.view.default", "aten.copy_.default"}
-
-
-@pytest.mark.slow
-def test_sessions_that_take_turns_copy_a_prompt_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is keys and values of each layer."""
-    alone, together = asked_for(monkeypatch, 1, {0: TWO[0]}), asked_for(monkeypatch, 1, TWO)
-    assert copies(alone) == copies(together)
-    assert max(copies(alone)) <= 6, "what is new with every step"
-    assert max(names.count("aten._foreach_copy_.default") for names in together) == 1
-    assert not any("aten._foreach_copy_.default" in names for names in alone)
-
-
-def copies(noted: list[list[str]]) -> set[int]:
-    return {names.count("aten.copy_.default") for names in noted}
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, stages: int, orders: dict[int, Order]) -> list[list[str]]:

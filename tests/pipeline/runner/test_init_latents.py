@@ -15,7 +15,7 @@ from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.init_latents import InitLatents, motion_levels
 from tests.pipeline.reference_cases import played
-from tests.small import BLUE, RED, small_model
+from tests.small import RED, small_model
 
 CHUNKS = 5
 
@@ -60,11 +60,6 @@ def test_the_level_follows_motion_as_published(video: Tensor, strength: float) -
     assert source.timestep.tolist() == [int(1000 * level) - 100 for level in levels.tolist()]
 
 
-def test_motion_may_be_that_of_pixels() -> None:
-    pixels = torch.rand(CHUNKS, 3, 8, 6, 6, generator=torch.Generator().manual_seed(1)) * 0.05
-    assert motion_levels(pixels, 0.8).tolist() == pytest.approx(by_hand(pixels, 0.8), abs=1e-6)
-
-
 def test_the_first_step_starts_from_input_and_noise(model: Model, plain: ReferenceRun, video: Tensor) -> None:
     """As if what the first step receives had been mixed before, at the first level of the schedule."""
     draw = lambda chunk: sampling.noise(model.spec.chunk_shape, seed=11, chunk=chunk, step=0)  # noqa: E731
@@ -101,13 +96,6 @@ def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, 
     """Also where a staircase begins chunks beyond the input's end."""
     script = replace(plain, video=video, strength=0.8, motion_noise=True, kv_context=kv_context)
     assert torch.equal(played(model, script), played(model, script, stages=3))
-
-
-def test_after_a_reset_the_input_goes_on(model: Model, plain: ReferenceRun, video: Tensor) -> None:
-    blue = model.text.encode(BLUE)
-    script = replace(plain, video=video, strength=0.8, motion_noise=True, switches=(PromptSwitch(2, blue, "reset"),))
-    alone = replace(script, embeddings=blue, chunks=3, video=video[2:], switches=())
-    assert torch.equal(played(model, script)[2:], played(model, alone))
 
 
 @pytest.mark.parametrize(

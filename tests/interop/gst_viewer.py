@@ -16,10 +16,7 @@ FORMATS = {
     "h264": "encoding-name=H264,payload=102,packetization-mode=(string)1,profile-level-id=(string)42e01f",
     "vp8": "encoding-name=VP8,payload=96",
 }
-DECODERS = {
-    "h264": "rtph264depay ! h264parse ! openh264dec",
-    "vp8": "rtpvp8depay ! vp8dec",
-}
+DECODERS = {"h264": "rtph264depay ! h264parse ! openh264dec", "vp8": "rtpvp8depay ! vp8dec"}
 
 
 def tell(**facts):

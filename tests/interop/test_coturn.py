@@ -16,7 +16,7 @@ from aiortc import RTCConfiguration, RTCIceServer, RTCPeerConnection, RTCSession
 
 from streamdiff.config import Config, IceServer, ServeConfig
 from tests.free_ports import free_port
-from tests.server.conftest import LIMIT_S, Site, open_site, run_scene
+from tests.server.conftest import LIMIT_S, open_site
 from tests.server.outputs.test_whip import ROOM, media_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.coturn]
@@ -58,43 +58,41 @@ def relayed_only(sdp: str) -> str:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_viewer_and_server_meet_at_a_turn_server_with_credentials_of_an_hour(tmp_path: Path, known: bool) -> None:
+async def test_viewer_and_server_meet_at_a_turn_server_with_credentials_of_an_hour(tmp_path: Path, known: bool) -> None:
     """Media goes from relay to relay, so both ends were let in. With another secret neither is."""
     secret = tmp_path / "secret"
     secret.write_text(f"{SECRET if known else 'south-wind'}\n")
 
-    async def scene(site: Site) -> None:
-        link = (await site.http.options("/whep")).headers["link"]
-        found = re.fullmatch(r'<(\S+)>; rel="ice-server"; username="(\d+:\S+)"; credential="(\S+)"; .*', link)
-        assert found is not None, link
-        server = RTCIceServer(found[1], found[2], found[3])
-        pc = RTCPeerConnection(RTCConfiguration(iceServers=[server]))
-        pc.addTransceiver("video", direction="recvonly")
-        try:
-            await pc.setLocalDescription(await pc.createOffer())
-            offer = relayed_only(pc.localDescription.sdp)
-            assert ("typ relay" in offer) == known
-            answer = await site.http.post("/whep", content=offer, headers={"Content-Type": "application/sdp"})
-            assert ("typ relay" in answer.text) == known
-            if known:
-                assert answer.headers["link"] != link, "each viewer has credentials of its own"
-                description = RTCSessionDescription(relayed_only(answer.text), "answer")
-                await pc.setRemoteDescription(description)
-                await asyncio.wait_for(pc.getReceivers()[0].track.recv(), LIMIT_S)
-        finally:
-            await pc.close()
-
     with coturn(tmp_path) as url:
         servers = [IceServer(url=url, secret_file=str(secret))]
-        run_scene(scene, Config(serve=ServeConfig(ice_servers=servers)))
+        async with open_site(Config(serve=ServeConfig(ice_servers=servers))) as site:
+            link = (await site.http.options("/whep")).headers["link"]
+            found = re.fullmatch(r'<(\S+)>; rel="ice-server"; username="(\d+:\S+)"; credential="(\S+)"; .*', link)
+            assert found is not None, link
+            server = RTCIceServer(found[1], found[2], found[3])
+            pc = RTCPeerConnection(RTCConfiguration(iceServers=[server]))
+            pc.addTransceiver("video", direction="recvonly")
+            try:
+                await pc.setLocalDescription(await pc.createOffer())
+                offer = relayed_only(pc.localDescription.sdp)
+                assert ("typ relay" in offer) == known
+                answer = await site.http.post("/whep", content=offer, headers={"Content-Type": "application/sdp"})
+                assert ("typ relay" in answer.text) == known
+                if known:
+                    assert answer.headers["link"] != link, "each viewer has credentials of its own"
+                    description = RTCSessionDescription(relayed_only(answer.text), "answer")
+                    await pc.setRemoteDescription(description)
+                    await asyncio.wait_for(pc.getReceivers()[0].track.recv(), LIMIT_S)
+            finally:
+                await pc.close()
 
 
-def test_a_publication_reaches_a_media_server_by_a_turn_server(tmp_path: Path) -> None:
+async def test_a_publication_reaches_a_media_server_by_a_turn_server(tmp_path: Path) -> None:
     """One that sees no candidate of the publication but its relay's."""
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
 
-    async def main(url: str) -> None:
+    with coturn(tmp_path) as url:
         async with media_server() as taking:
             taking.seen = relayed_only
             target = f"whip+http://127.0.0.1:{taking.port}/whip/{ROOM}"
@@ -102,6 +100,3 @@ def test_a_publication_reaches_a_media_server_by_a_turn_server(tmp_path: Path) -
             async with open_site(Config(serve=ServeConfig(ice_servers=servers, outputs=[target]))) as site:
                 await site.until(lambda: taking.track is not None)
                 await taking.frame()
-
-    with coturn(tmp_path) as url:
-        asyncio.run(main(url))

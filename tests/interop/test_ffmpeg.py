@@ -17,7 +17,7 @@ import torch
 
 from tests.interop.ffmpeg_sender import GREEN
 from tests.server.conftest import Site
-from tests.server.routes.test_whip import fed, run, state, used
+from tests.server.routes.test_whip import fed, served, state, used
 from tests.server.test_tls import write_pair
 
 pytestmark = pytest.mark.slow
@@ -44,13 +44,12 @@ async def sending(site: Site, tmp_path: Path) -> AsyncIterator[asyncio.subproces
         await process.communicate()
 
 
-def test_ffmpeg_feeds_a_session_and_stays_although_it_answers_no_request(
+async def test_ffmpeg_feeds_a_session_and_stays_although_it_answers_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # FFmpeg asks every few seconds by itself. Without what takes that for an answer six questions are too many.
     monkeypatch.setattr(aioice.ice, "CONSENT_INTERVAL", 1.0)
-
-    async def scene(site: Site) -> None:
+    async with served() as site:
         await (await site.watch()).frame()
         async with sending(site, tmp_path) as sender:
             figures = await used(site)
@@ -74,5 +73,3 @@ def test_ffmpeg_feeds_a_session_and_stays_although_it_answers_no_request(
             assert (await state(site))["input"] == {"kind": "WHIP sender", "strength": 0.4, "fault": ""}
         await site.until(lambda: not site.state.feeders._peers)
         assert (await state(site))["input"] is None, "gone without a word"
-
-    run(scene)

@@ -20,7 +20,7 @@ import pytest
 
 from streamdiff.config import Config, ServeConfig
 from tests.interop.test_players import Quiet
-from tests.server.conftest import LIMIT_S, Site, open_site
+from tests.server.conftest import LIMIT_S, open_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.firefox]
 
@@ -76,23 +76,17 @@ def firefox(profile: Path, url: str) -> Iterator[None]:
             process.terminate()
 
 
-def test_firefox_watches_whether_it_gathers_first_or_offers_at_once(tmp_path: Path) -> None:
+async def test_firefox_watches_whether_it_gathers_first_or_offers_at_once(tmp_path: Path) -> None:
     """Without STUN what it gathers are names (`.local`), which cannot be used, and then their end."""
     reports: Queue[dict[str, Any]] = Queue()
 
-    async def scene(site: Site) -> None:
-        with firefox(tmp_path, f"{origin}/firefox.html?{urlencode({'whep': f'{site.base}/whep'})}"):
-            for gathered in (True, False):
-                for policy in ("balanced", "max-bundle"):
-                    report = await asyncio.to_thread(reports.get, timeout=LIMIT_S)
-                    assert (report["gathered"], report["bundlePolicy"]) == (gathered, policy)
-                    assert report.get("status") == 201 and report["ended"] == gathered, report
-                    assert report["frames"] >= 20
-        await site.until(lambda: site.state.viewers.count == 0)
-
-    async def main() -> None:
-        async with open_site(Config(serve=ServeConfig(cors_origins=[origin]))) as site:
-            await scene(site)
-
     with page_origin(reports) as origin:
-        asyncio.run(main())
+        async with open_site(Config(serve=ServeConfig(cors_origins=[origin]))) as site:
+            with firefox(tmp_path, f"{origin}/firefox.html?{urlencode({'whep': f'{site.base}/whep'})}"):
+                for gathered in (True, False):
+                    for policy in ("balanced", "max-bundle"):
+                        report = await asyncio.to_thread(reports.get, timeout=LIMIT_S)
+                        assert (report["gathered"], report["bundlePolicy"]) == (gathered, policy)
+                        assert report.get("status") == 201 and report["ended"] == gathered, report
+                        assert report["frames"] >= 20
+            await site.until(lambda: site.state.viewers.count == 0)

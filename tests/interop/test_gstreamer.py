@@ -18,8 +18,7 @@ import pytest
 
 from benchmarks.browser import Server, running_server
 from tests.browser.looking import painted_server
-from tests.server.conftest import Site
-from tests.server.routes.test_whip import fed, run, state, used
+from tests.server.routes.test_whip import fed, served, state, used
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.gstreamer]
 
@@ -108,8 +107,8 @@ def test_a_codec_that_webrtcbin_did_not_offer_is_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("codec", ["h264", "vp8"])
-def test_webrtcbin_feeds_a_session_and_takes_its_leave(codec: str) -> None:
-    async def scene(site: Site) -> None:
+async def test_webrtcbin_feeds_a_session_and_takes_its_leave(codec: str) -> None:
+    async with served() as site:
         await (await site.watch()).frame()
         pipe = asyncio.subprocess.PIPE
         sender = await asyncio.create_subprocess_exec(*SENDER, f"{site.base}/whip", codec, stdin=pipe, stderr=pipe)
@@ -124,5 +123,3 @@ def test_webrtcbin_feeds_a_session_and_takes_its_leave(codec: str) -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 sender.kill()
-
-    run(scene)

@@ -21,7 +21,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
 from tests.free_ports import free_ports
 from tests.rules.source import ROOT
-from tests.server.test_main import printed_address, start
+from tests.server.test_restart import Server, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.haproxy]
 
@@ -46,7 +46,7 @@ class Fleet:
             assert (found, others) == (1, 2), name
         self.configuration = folder / "haproxy.cfg"
         self.configuration.write_text(text, "utf-8")
-        self.servers: dict[str, subprocess.Popen[str]] = {}
+        self.servers: dict[str, Server] = {}
 
     def start(self, name: str, load: float, drain_s: float = 0.0) -> None:
         http, agent = self.ports[name]
@@ -65,17 +65,17 @@ class Fleet:
     def balanced(self) -> Iterator[None]:
         """Wait for the servers; a balancer runs meanwhile."""
         try:
-            for process in self.servers.values():
-                printed_address(process)
+            for server in self.servers.values():
+                server.address()
             self.start_balancer()
             try:
                 yield
             finally:
                 self.kill_balancer()
         finally:
-            for process in self.servers.values():
-                process.kill()
-                process.communicate()
+            for server in self.servers.values():
+                server.process.kill()
+                server.close()
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -170,7 +170,7 @@ def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp
             track = viewer.getReceivers()[0].track
             await asyncio.wait_for(track.recv(), LIMIT_S)
 
-            fleet.servers["a"].send_signal(signal.SIGKILL)
+            fleet.servers["a"].process.send_signal(signal.SIGKILL)
 
             async def gone() -> bool:
                 response = await http.get(f"/api/sessions/{on_a}")
@@ -183,7 +183,7 @@ def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp
 
             fleet.start("c", load=0.5)
             await until(lambda: comes_to("c"))
-            fleet.servers["b"].terminate()  # with a viewer it has 600 s
+            fleet.servers["b"].process.terminate()  # with a viewer it has 600 s
             await until(lambda: only_c(made))
             await asyncio.wait_for(track.recv(), LIMIT_S)
             assert (await http.get(f"/api/sessions/{on_b}")).status_code == 200, "whoever plays on b plays on"

@@ -27,17 +27,14 @@ console.log(JSON.stringify({ids, model}));
 """
 
 
-def test_node_s_client_has_one_video_made_that_begins_with_its_picture(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with making(tmp_path) as site:
-            pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-            command = ("node", "--input-type=module", "-e", SCRIPT, f"{site.base}/v1", yellow_png())
-            node = await asyncio.create_subprocess_exec(*command, cwd=HERE, **pipes)  # type: ignore[arg-type]
-            said, errors = await node.communicate()
-            assert node.returncode == 0, errors.decode()
-            found = json.loads(said)
-            [id] = set(found["ids"])
-            assert found["model"] == "scripted" and (await ended(site, id))["status"] == "completed"
-            assert list(tmp_path.glob(f"{id}.png")), "the picture is kept with it"
-
-    asyncio.run(main())
+async def test_node_s_client_has_one_video_made_that_begins_with_its_picture(tmp_path: Path) -> None:
+    async with making(tmp_path) as site:
+        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+        command = ("node", "--input-type=module", "-e", SCRIPT, f"{site.base}/v1", yellow_png())
+        node = await asyncio.create_subprocess_exec(*command, cwd=HERE, **pipes)  # type: ignore[arg-type]
+        said, errors = await node.communicate()
+        assert node.returncode == 0, errors.decode()
+        found = json.loads(said)
+        [id] = set(found["ids"])
+        assert found["model"] == "scripted" and (await ended(site, id))["status"] == "completed"
+        assert list(tmp_path.glob(f"{id}.png")), "the picture is kept with it"

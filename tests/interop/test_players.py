@@ -88,10 +88,6 @@ def viewers(server: Server) -> int:
     return int(httpx.get(server.url + "api/state", headers=shown, timeout=20).json()["viewers"])
 
 
-PLAYERS = pytest.mark.parametrize("player", ["whip-whep", "eyevinn"])
-"""What each player's own code makes of the answer: it may only read it where the page's origin is named."""
-
-
 @contextmanager
 def playing(browser: WebDriver, page: str, player: str, server: Server) -> Iterator[None]:
     """The page, playing; at the end the player takes its leave."""
@@ -104,10 +100,12 @@ def playing(browser: WebDriver, page: str, player: str, server: Server) -> Itera
         browser.execute_async_script("(globalThis.streamdiff?.stop() ?? Promise.resolve()).then(arguments[0])")
 
 
-@PLAYERS
+@pytest.mark.parametrize("player", ["whip-whep", "eyevinn"])
 def test_a_player_of_another_origin_plays_with_a_token(
     browser: WebDriver, page: str, server: Server, player: str
 ) -> None:
+    """Each player's own code may only read the answer where the page's origin is named."""
+
     def shows(seen: dict[str, Any], over: int, under: int) -> bool:
         return seen["inbound"].get("frameWidth") and seen["pixels"] and coloured(seen, over, under) > 500
 

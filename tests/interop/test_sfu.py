@@ -22,7 +22,7 @@ from streamdiff.server.outputs.output import Publication
 from tests.browser.looking import coloured, painted_server, until
 from tests.free_ports import free_ports
 from tests.rules.source import ROOT
-from tests.server.conftest import LIMIT_S, Site, run_scene
+from tests.server.conftest import LIMIT_S, open_site
 from tests.server.scripted import COLOURS
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.janus]
@@ -89,38 +89,36 @@ async def frame(pc: RTCPeerConnection) -> np.ndarray:
         return np.asarray((await pc.getReceivers()[0].track.recv()).to_ndarray(format="rgb24"))
 
 
-def test_one_publication_is_watched_by_many_and_goes_on_when_it_is_begun_again(tmp_path: Path) -> None:
+async def test_one_publication_is_watched_by_many_and_goes_on_when_it_is_begun_again(tmp_path: Path) -> None:
     with sfu(tmp_path) as address:
         whip = f"{address.replace('http://', f'whip+http://{TOKEN}@')}/whip"
 
-        async def scene(site: Site) -> None:
-            async with httpx.AsyncClient(base_url=address, timeout=LIMIT_S) as http:
-                watching = [await watch(http) for _ in range(4)]
-                for pc, _ in watching:
-                    for _ in range(20):
-                        picture = await frame(pc)
-                    assert np.abs(picture[40, 40].astype(int) - COLOURS["red"]).max() < 30
-                assert site.state.viewers.count == 0
+        async with (
+            open_site(Config(serve=ServeConfig(outputs=[whip]))) as site,
+            httpx.AsyncClient(base_url=address, timeout=LIMIT_S) as http,
+        ):
+            watching = [await watch(http) for _ in range(4)]
+            for pc, _ in watching:
+                for _ in range(20):
+                    picture = await frame(pc)
+                assert np.abs(picture[40, 40].astype(int) - COLOURS["red"]).max() < 30
+            assert site.state.viewers.count == 0
 
-                live = site.state.manager.get("default")
-                assert live is not None
-                other = Publication(whip, live.playback, "h264", lambda url: True)
-                await other.open()  # takes the place of the one before, and the viewers stay
-                await site.until(lambda: other.sender.sent > 20)
-                for pc, _ in watching:
-                    for _ in range(60):
-                        await frame(pc)
-                await other.close()
+            other = Publication(whip, site.live.playback, "h264", lambda url: True)
+            await other.open()  # takes the place of the one before, and the viewers stay
+            await site.until(lambda: other.sender.sent > 20)
+            for pc, _ in watching:
+                for _ in range(60):
+                    await frame(pc)
+            await other.close()
 
-                for pc, location in watching:
-                    assert (await http.delete(location)).status_code == 200
-                    await pc.close()
-                unknown = await http.post("/whep", content="v=0", headers=SDP)
-                assert unknown.status_code == 406
-                refused = await http.post("/whip", content="v=0", headers={**SDP, "Authorization": "Bearer wrong"})
-                assert refused.status_code == 401
-
-        run_scene(scene, Config(serve=ServeConfig(outputs=[whip])))
+            for pc, location in watching:
+                assert (await http.delete(location)).status_code == 200
+                await pc.close()
+            unknown = await http.post("/whep", content="v=0", headers=SDP)
+            assert unknown.status_code == 406
+            refused = await http.post("/whip", content="v=0", headers={**SDP, "Authorization": "Bearer wrong"})
+            assert refused.status_code == 401
 
 
 @pytest.mark.browser

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Site, open_site
+from tests.server.conftest import open_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.node]
 
@@ -28,8 +28,8 @@ async def _play(url: str) -> tuple[dict[str, Any], str]:
     return json.loads(out or "{}"), complaints.decode()
 
 
-def test_libwebrtc_plays_the_stream_and_speaks_on_the_channel() -> None:
-    async def scene(site: Site) -> None:
+async def test_libwebrtc_plays_the_stream_and_speaks_on_the_channel() -> None:
+    async with open_site() as site:
         # This build of libwebrtc has no H.264: the server goes on to what both have, or says so.
         _, complaints = await _play(f"{site.base}/whep?codec=h264")
         assert complaints.startswith("422") and '"code":"codec"' in complaints
@@ -44,9 +44,3 @@ def test_libwebrtc_plays_the_stream_and_speaks_on_the_channel() -> None:
         assert found["messages"] >= 2
         assert found["deleted"] == 200
         assert site.state.viewers.count == 0
-
-    async def main() -> None:
-        async with open_site() as site:
-            await scene(site)
-
-    asyncio.run(main())

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
-from streamdiff.config import Config
+from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Command, Event, Ready, Shown
 from streamdiff.server import main as server
@@ -22,6 +24,7 @@ from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import AppState
 from streamdiff.server.http_server import HttpServer
 from streamdiff.server.media import pacer
+from streamdiff.server.sessions.live_session import LiveSession
 from tests.server.scripted import Painter
 
 LIMIT_S = 60.0
@@ -106,11 +109,19 @@ class Peer:
     pc: RTCPeerConnection
     location: str = ""
     answer: str = ""
-    status: int = 0
     track: Any = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     channel: Any = None
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def open_channel(self) -> None:
+        """A control channel, whose messages are kept. Mutates: self."""
+        self.channel = self.pc.createDataChannel("control")
+
+        @self.channel.on("message")  # type: ignore[untyped-decorator]
+        def on_message(text: str) -> None:
+            self.messages.append(json.loads(text))
+            self.arrived.set()
 
     async def message(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """The first message that has all the wanted fields; waits for it."""
@@ -132,6 +143,17 @@ def bearer(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
+VIEW, CONTROL = "a-token-to-watch-with", "a-token-to-steer-with"
+
+
+def locked(folder: Path, **serve: Any) -> Config:
+    """Of a server with a token to watch and one to steer, whose files are in `folder`."""
+    (folder / "v").write_text(VIEW)
+    (folder / "c").write_text(CONTROL)
+    files = {"view_token_file": str(folder / "v"), "control_token_file": str(folder / "c")}
+    return Config(serve=ServeConfig(**files, **serve))
+
+
 @dataclass(eq=False)
 class Site:
     """A running server."""
@@ -150,22 +172,22 @@ class Site:
         assert url.port is not None
         return url.host, url.port
 
-    async def offer(self, codec: str | None = None, control: bool = True) -> Peer:
-        """A peer with an offer, not yet sent."""
-        import json
+    @property
+    def live(self) -> LiveSession:
+        """The default session."""
+        live = self.state.manager.get("default")
+        assert live is not None
+        return live
 
+    async def offer(self, control: bool = True) -> Peer:
+        """A peer with an offer, not yet sent."""
         pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
         peer = Peer(pc)
         self.peers.append(peer)
         transceiver = pc.addTransceiver("video", direction="recvonly")
         peer.track = transceiver.receiver.track
         if control:
-            peer.channel = pc.createDataChannel("control")
-
-            @peer.channel.on("message")
-            def on_message(text: str) -> None:
-                peer.messages.append(json.loads(text))
-                peer.arrived.set()
+            peer.open_channel()
 
         @pc.on("track")
         def on_track(track: Any) -> None:
@@ -190,16 +212,15 @@ class Site:
             content=peer.pc.localDescription.sdp,
             headers={"Content-Type": "application/sdp", **bearer(token)},
         )
-        peer.status = response.status_code
         if response.status_code == 201:
             peer.location, peer.answer = response.headers["location"], response.text
             await peer.pc.setRemoteDescription(RTCSessionDescription(response.text, "answer"))
         return response
 
-    async def watch(self, codec: str | None = None) -> Peer:
+    async def watch(self, codec: str | None = None, session: str | None = None) -> Peer:
         """A connected viewer."""
         peer = await self.offer()
-        response = await self.post(peer, codec)
+        response = await self.post(peer, codec, session)
         assert response.status_code == 201, response.text
         return peer
 

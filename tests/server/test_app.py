@@ -42,22 +42,13 @@ async def test_the_page_comes_with_all_it_needs_from_here_only() -> None:
 
 
 async def test_bad_requests_over_http() -> None:
+    """What each message is refused for is asked in `test_control`."""
     async with open_site() as site:
         table: list[tuple[bytes, int, str]] = [
             (b"", 400, ""),
-            (b"{", 400, ""),
-            (b"[1]", 400, ""),
-            (b'{"type":"prompt","prompt":NaN}', 400, ""),
-            (b'{"type":"explode"}', 422, "type"),
-            (b'{"type":"prompt","prompt":""}', 422, "prompt"),
-            (b'{"type":"prompt","prompt":"  "}', 422, "prompt"),
-            (b'{"type":"prompt","prompt":"a\\u0000"}', 422, "prompt"),
             (b'{"type":"prompt","prompt":"\\ud800"}', 400, ""),
-            (b'{"type":"pause","id":true}', 422, "id"),
-            (b'{"type":"pause","id":1.5}', 422, "id"),
-            (b'{"type":"prompt","prompt":"' + b"x" * 100_000 + b'"}', 422, "prompt"),
-            (b'{"type":"prompt","prompt":"a","strength":1}', 422, "strength"),
             (b'{"type":"pause","\\ud800":1,"id":"\\udfff"}', 400, ""),
+            (b'{"type":"prompt","prompt":"' + b"x" * 100_000 + b'"}', 422, "prompt"),
             (b'{"type":"reset","seed":1e999}', 422, "seed"),
             (b'{"type":"prompt","prompt":"' + b"x" * 300_000 + b'"}', 413, ""),
         ]
@@ -73,31 +64,11 @@ async def test_bad_requests_over_http() -> None:
         assert (await site.http.get("/api/state")).json()["state"] == before
 
 
-async def test_garbage_on_the_data_channel_is_answered_and_nothing_changes() -> None:
-    async with open_site() as site:
-        peer = await site.watch()
-        await peer.message({"type": "hello"})
-        assert peer.pc.sctp._remote_max_message_size == MAX_MESSAGE_BYTES
-        peer.pc.sctp._remote_max_message_size = 0  # it sends more than it was told that it may
-        for text, code in [
-            ("[" * 10_000, "bad_json"),
-            ('{"type":"pause","later":true,"id":"\\ud800"}', "bad_json"),
-            ('{"type":"pause","id":{"deep":["er"]}}', "out_of_range"),
-            (json.dumps({"type": "prompt", "prompt": "x" * 20_000}), "too_large"),
-        ]:
-            peer.channel.send(text)
-            assert (await peer.message({"type": "error", "code": code}))["message"]
-        peer.channel.send(b"\x00\xff")
-        assert await peer.message({"type": "error", "code": "binary"})
-        peer.channel.send('{"type":"ping","id":5}')
-        assert await peer.message({"type": "pong", "id": 5})
-        await peer.frame()
-
-
 async def test_a_flood_of_messages_is_cut_and_the_video_goes_on() -> None:
     async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
+        assert peer.pc.sctp._remote_max_message_size == MAX_MESSAGE_BYTES
         for number in range(400):
             peer.channel.send(json.dumps({"type": "prompt", "prompt": "purple", "id": number}))
         assert await peer.message({"type": "error", "code": "rate_limited"})
@@ -134,20 +105,9 @@ async def test_pictures_in_yuv420_are_seen_in_their_colours_live_and_as_a_pictur
         assert _is(tuple(int(c) for c in picture[40, 40]), "blue")
 
 
-async def test_viewers_hear_that_the_server_ends() -> None:
-    async with open_site() as site:
-        peer = await site.watch()
-        await peer.message({"type": "hello"})
-        await site.state.viewers.stop()
-        assert (await peer.message({"type": "bye"}))["reason"] == "shutdown"
-        assert site.state.viewers.count == 0
-
-
 async def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:
     async with open_site() as site:
-        live = site.state.manager.get("default")
-        assert live is not None
-        live.opened = False
+        site.live.opened = False
         await site.client.inject(Refused("default", OPENING, "prompt", "the prompt is silly"))
         await site.state.manager.ended.wait()
         assert "silly" in (await site.http.get("/readyz")).json()["detail"]

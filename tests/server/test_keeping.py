@@ -22,32 +22,17 @@ from streamdiff.errors import RequestError
 from streamdiff.server.sessions.keeper import SavedFolder
 from tests.server.conftest import open_site
 from tests.server.scripted import Painter, Text
-from tests.server.test_restart import (
-    FEWER_STEPS,
-    GREEN,
-    LIMIT_S,
-    Gate,
-    Server,
-    Watching,
-    change,
-    near,
-    start,
-    watching,
-)
+from tests.server.test_restart import FEWER_STEPS, GREEN, Gate, Watching, change, near, serving, start, stats, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
+LIMIT_S = 240.0
+SETTINGS = {"prompt": "green", "seed": 5, "fps": 20.0, "steps": 2, "paused": False}
 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.05)
-
-
-@asynccontextmanager
-async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=60) as http:
-        yield http
 
 
 async def opened(http: httpx.AsyncClient, **fields: Any) -> tuple[str, dict[str, str]]:
@@ -64,11 +49,7 @@ async def steering(http: httpx.AsyncClient, name: str, key: dict[str, str]) -> A
 
 async def shown_past(viewer: Watching, frame: int) -> int:
     """Wait until a frame above this number is on show."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            told = await viewer.after(len(viewer.messages), {"type": "stats"})
-            if told["frame"] > frame:
-                return int(told["frame"])
+    return int((await stats(viewer, lambda told: told["frame"] > frame))["frame"])
 
 
 async def kept(folder: Path, id: str) -> None:
@@ -86,12 +67,10 @@ async def applied_prompt(viewer: Watching, prompt: str) -> dict[str, Any]:
     return await viewer.after(said, {"type": "receipt", "stage": "applied", "id": "next"})
 
 
-def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: Path) -> None:
+async def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: Path) -> None:
     """Not a new beginning: its chunks and frames go on being counted, and connections and time stamps too."""
     folder = tmp_path / "state"
-    server = start("--keep-s", "0.3", "--state-dir", str(folder))
-
-    async def scene(http: httpx.AsyncClient) -> None:
+    async with serving("--keep-s", "0.3", "--state-dir", str(folder)) as (server, http):
         name, key = await opened(http, prompt="green", seed=5)
         async with watching(http) as viewer, steering(http, name, key) as other:
             frame = await shown_past(other, 100)
@@ -114,128 +93,85 @@ def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: Path) -
             assert {other.pc.connectionState, viewer.pc.connectionState} == {"connected"}
             assert (await http.delete(f"/api/sessions/{name}", headers=key)).status_code == 200
             assert not (folder / f"{name}.session").exists()
-
-    async def main() -> None:
-        async with client(server) as http:
-            await scene(http)
-
-    try:
-        asyncio.run(main())
-    finally:
-        code = server.close()
-    assert code == 0
     assert "goes on from a snapshot" in server.complaints
     assert list(folder.iterdir()) == [], "a server that ends as it was asked to leaves nothing"
 
 
-def test_what_the_new_engine_refuses_begins_afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_what_the_new_engine_refuses_begins_afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("REFUSES", "1")
-    server = start("--keep-s", "0.2", "--state-dir", str(tmp_path / "state"))
-
-    async def main() -> None:
-        async with client(server) as http, watching(http) as viewer:
-            await change(http, type="prompt", prompt="green")
-            frame = await shown_past(viewer, 120)
-            await kept(tmp_path / "state", "default")
-            server.engine.send_signal(signal.SIGKILL)
-            await viewer.after(len(viewer.messages), {"type": "state", "engine": "restarting"})
-            await shown_past(viewer, frame + 40)
-            applied = await applied_prompt(viewer, "blue")
-            assert applied["chunk"] < frame // 8
-            assert near(GREEN)(*viewer.frames[-1]) or near((40, 80, 220))(*viewer.frames[-1])
-
-    try:
-        asyncio.run(main())
-    finally:
-        server.close()
+    async with (
+        serving("--keep-s", "0.2", "--state-dir", str(tmp_path / "state")) as (server, http),
+        watching(http) as viewer,
+    ):
+        await change(http, type="prompt", prompt="green")
+        frame = await shown_past(viewer, 120)
+        await kept(tmp_path / "state", "default")
+        server.engine.send_signal(signal.SIGKILL)
+        await viewer.after(len(viewer.messages), {"type": "state", "engine": "restarting"})
+        await shown_past(viewer, frame + 40)
+        applied = await applied_prompt(viewer, "blue")
+        assert applied["chunk"] < frame // 8
+        assert near(GREEN)(*viewer.frames[-1]) or near((40, 80, 220))(*viewer.frames[-1])
     assert "begins afresh: the painter does not know this hand" in server.complaints
 
 
-def test_a_server_that_is_killed_leaves_its_sessions_to_the_next(tmp_path: Path) -> None:
-    folder, told = tmp_path / "state", {}
+async def test_a_server_that_is_killed_leaves_its_sessions_to_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
     options = ("--keep-s", "0.3", "--state-dir", str(folder), "--server-name", "a")
-    first = start(*options)
-
-    async def before() -> None:
-        async with client(first) as http:
-            told["name"], told["key"] = await opened(http, prompt="green", seed=5)
-            async with watching(http, told["name"]) as viewer:
-                told["frame"] = await shown_past(viewer, 60)
-                await kept(folder, told["name"])
-                first.process.kill()
-
-    async def after(server: Server) -> None:
-        async with client(server) as http:
-            there = await http.get(f"/api/sessions/{told['name']}", headers=told["key"])
-            assert (there.status_code, there.json()["prompt"], there.json()["seed"]) == (200, "green", 5)
-            async with watching(http, told["name"]) as viewer:
-                assert await shown_past(viewer, 0) >= 60 - 20
-                await viewer.until_frame(near(GREEN))
-
-    asyncio.run(before())
-    assert first.close() == -signal.SIGKILL
+    async with serving(*options, code=-signal.SIGKILL) as (first, http):
+        name, key = await opened(http, prompt="green", seed=5)
+        async with watching(http, name) as viewer:
+            await shown_past(viewer, 60)
+            await kept(folder, name)
+            first.process.kill()
     (folder / ".streamdiff-0123456789ab.part").write_bytes(b"half")
     (folder / "s-a-damaged.session").write_bytes(b"{}")
-    second = start(*options)
-    try:
-        asyncio.run(after(second))
-    finally:
-        second.close()
+    async with serving(*options) as (second, http):
+        there = await http.get(f"/api/sessions/{name}", headers=key)
+        assert (there.status_code, there.json()["prompt"], there.json()["seed"]) == (200, "green", 5)
+        async with watching(http, name) as viewer:
+            assert await shown_past(viewer, 0) >= 60 - 20
+            await viewer.until_frame(near(GREEN))
     assert [path.name for path in folder.iterdir()] == ["s-a-damaged.session.refused"]
     assert "Session s-a-damaged is not opened again" in second.complaints
 
 
-def test_sessions_are_handed_over_at_sigterm(tmp_path: Path) -> None:
+async def test_sessions_are_handed_over_at_sigterm(tmp_path: Path) -> None:
     """With ids, tokens and settings; a page's connection is told to come back. Files are gone once they are opened."""
-    folder, told = tmp_path / "handover", {}
-    first = start("--handover", str(folder), "--server-name", "a")
-
-    async def before() -> None:
-        async with client(first) as http:
-            told["name"], told["key"] = await opened(http, prompt="green", seed=5, fps=20, steps=2)
-            told["held"], told["held key"] = await opened(http, prompt="blue")
-            async with watching(http, told["name"]) as viewer, watching(http) as page:
-                await change(http, type="prompt", prompt="blue")
-                told["frame"] = await shown_past(viewer, 40)
-                paused = await http.post(f"/api/sessions/{told['held']}/pause", headers=told["held key"])
-                assert paused.status_code == 200
-                said = len(page.messages)
-                first.process.send_signal(signal.SIGTERM)
-                await page.after(said, {"type": "bye"})
-
-    async def after(server: Server) -> None:
-        async with client(server) as http:
-            there = (await http.get(f"/api/sessions/{told['name']}", headers=told["key"])).json()
-            wanted = {"prompt": "green", "seed": 5, "fps": 20.0, "steps": 2, "paused": False}
-            assert {field: there[field] for field in wanted} == wanted
-            held = (await http.get(f"/api/sessions/{told['held']}", headers=told["held key"])).json()
-            assert (held["prompt"], held["paused"]) == ("blue", True)
-            assert (await http.get("/api/state")).json()["state"]["prompt"] == "blue"
-            refused = await http.post(f"/api/sessions/{told['name']}/pause", headers=told["held key"])
-            assert refused.status_code in (401, 403)
-            async with steering(http, told["name"], told["key"]) as viewer:
-                assert await shown_past(viewer, 0) >= told["frame"] - 20
-                applied = await applied_prompt(viewer, "red")
-                assert applied["chunk"] >= told["frame"] // 8
-            await until(lambda: [path.name for path in folder.iterdir()] == ["s-a-other.session.refused"])
-            assert (await http.get("/api/sessions/s-a-other")).status_code == 410
-
-    asyncio.run(before())
-    assert first.process.wait(LIMIT_S) == 0
-    first.close()
-    assert {path.stem for path in folder.iterdir()} == {"default", told["name"], told["held"]}
-    other = (folder / f"{told['name']}.session").read_bytes().replace(told["name"].encode(), b"s-a-other", 1)
+    folder = tmp_path / "handover"
+    options = ("--handover", str(folder), "--server-name", "a")
+    async with serving(*options) as (first, http):
+        name, key = await opened(http, prompt="green", seed=5, fps=20, steps=2)
+        held, held_key = await opened(http, prompt="blue")
+        async with watching(http, name) as viewer, watching(http) as page:
+            await change(http, type="prompt", prompt="blue")
+            frame = await shown_past(viewer, 40)
+            assert (await http.post(f"/api/sessions/{held}/pause", headers=held_key)).status_code == 200
+            said = len(page.messages)
+            first.process.send_signal(signal.SIGTERM)
+            await page.after(said, {"type": "bye"})
+        await asyncio.to_thread(first.process.wait, LIMIT_S)
+    assert {path.stem for path in folder.iterdir()} == {"default", name, held}
+    other = (folder / f"{name}.session").read_bytes().replace(name.encode(), b"s-a-other", 1)
     (folder / "s-a-other.session").write_bytes(other.replace(b"scripted", b"somebody"))
-    second = start("--handover", str(folder), "--server-name", "a")
-    try:
-        asyncio.run(after(second))
-    finally:
-        second.close()
+    async with serving(*options) as (second, http):
+        there = (await http.get(f"/api/sessions/{name}", headers=key)).json()
+        assert there.items() >= SETTINGS.items()
+        there = (await http.get(f"/api/sessions/{held}", headers=held_key)).json()
+        assert (there["prompt"], there["paused"]) == ("blue", True)
+        assert (await http.get("/api/state")).json()["state"]["prompt"] == "blue"
+        refused = await http.post(f"/api/sessions/{name}/pause", headers=held_key)
+        assert refused.status_code in (401, 403)
+        async with steering(http, name, key) as viewer:
+            assert await shown_past(viewer, 0) >= frame - 20
+            assert (await applied_prompt(viewer, "red"))["chunk"] >= frame // 8
+        await until(lambda: [path.name for path in folder.iterdir()] == ["s-a-other.session.refused"])
+        assert (await http.get("/api/sessions/s-a-other")).status_code == 410
     assert "Session s-a-other is not opened again" in second.complaints
     assert os.listdir(folder) == ["s-a-other.session.refused"], "Ctrl-C hands nothing over"
 
 
-def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is(
+async def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
@@ -246,76 +182,60 @@ def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is(
                 may_go_on.wait(LIMIT_S)
             return super().encode(text)
 
-    async def main() -> None:
-        painter = Painter(chunk_s=0.02)
-        painter.text = Slow(slow=True)
-        async with open_site(Config(serve=ServeConfig(handover=str(tmp_path))), painter) as site:
-            live = site.state.manager.get("default")
-            assert live is not None
-            await site.until(lambda: live.playback.made_frames > 0)
-            plain, refused = live.save, 0
+    painter = Painter(chunk_s=0.02)
+    painter.text = Slow(slow=True)
+    async with open_site(Config(serve=ServeConfig(handover=str(tmp_path))), painter) as site:
+        live = site.live
+        await site.until(lambda: live.playback.made_frames > 0)
+        plain, refused = live.save, 0
 
-            async def save(timeout_s: float) -> Any:
-                nonlocal refused
-                try:
-                    return await plain(timeout_s)
-                except RequestError:
-                    refused += 1
-                    may_go_on.set()
-                    raise
+        async def save(timeout_s: float) -> Any:
+            nonlocal refused
+            try:
+                return await plain(timeout_s)
+            except RequestError:
+                refused += 1
+                may_go_on.set()
+                raise
 
-            monkeypatch.setattr(live, "save", save)
-            changing = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
-            await site.until(lambda: any(isinstance(each, SetPrompt) for each in site.client.sent))
-            await site.state.manager.hand_over()
-            assert refused and (tmp_path / "default.session").exists()
-            await changing
-
-    asyncio.run(main())
+        monkeypatch.setattr(live, "save", save)
+        changing = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
+        await site.until(lambda: any(isinstance(each, SetPrompt) for each in site.client.sent))
+        await site.state.manager.hand_over()
+        assert refused and (tmp_path / "default.session").exists()
+        await changing
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_what_no_engine_can_save_is_handed_over_and_begins_afresh(given_up: bool, tmp_path: Path) -> None:
+async def test_what_no_engine_can_save_is_handed_over_and_begins_afresh(given_up: bool, tmp_path: Path) -> None:
     """At SIGTERM while the engine is started again, and after the last restart has failed."""
-    folder, told, gate = tmp_path / "handover", {}, Gate(tmp_path / "gate")
+    folder, gate = tmp_path / "handover", Gate(tmp_path / "gate")
     options = ("--handover", str(folder), "--server-name", "a")
     first = start(*options, "--restarts", "1", gate=gate)
-
-    async def before() -> None:
-        await gate.open()
-        async with client(first) as http:
-            told["name"], told["key"] = await opened(http, prompt="green", seed=5, fps=20, steps=2)
-            async with watching(http, told["name"]) as viewer:
-                told["frame"] = await shown_past(viewer, 0)
+    await gate.open()
+    async with first.client() as http:
+        name, key = await opened(http, prompt="green", seed=5, fps=20, steps=2)
+        async with watching(http, name) as viewer:
+            frame = await shown_past(viewer, 0)
+        first.engine.send_signal(signal.SIGKILL)
+        await until(lambda: "is started again in" in first.complaints)
+        if given_up:
             first.engine.send_signal(signal.SIGKILL)
-            await until(lambda: "is started again in" in first.complaints)
-            if given_up:
-                first.engine.send_signal(signal.SIGKILL)
-                await until(lambda: "/readyz answers 503" in first.complaints)
-            first.process.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(first.process.wait, LIMIT_S)
-
-    async def after(server: Server) -> None:
-        async with client(server) as http:
-            there = (await http.get(f"/api/sessions/{told['name']}", headers=told["key"])).json()
-            wanted = {"prompt": "green", "seed": 5, "fps": 20.0, "steps": 2, "paused": False}
-            assert {field: there[field] for field in wanted} == wanted
-            async with steering(http, told["name"], told["key"]) as viewer:
-                await viewer.until_frame(near(FEWER_STEPS))
-                assert await shown_past(viewer, told["frame"]) > told["frame"], "frames go on being counted"
-                assert (await applied_prompt(viewer, "red"))["epoch"] > 0
-            await until(lambda: not list(folder.iterdir()))
-
-    asyncio.run(before())
+            await until(lambda: "/readyz answers 503" in first.complaints)
+        first.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(first.process.wait, LIMIT_S)
     first.close()
-    assert {path.stem for path in folder.iterdir()} == {"default", told["name"]}
-    second = start(*options)
-    try:
-        asyncio.run(after(second))
-    finally:
-        second.close()
+    assert {path.stem for path in folder.iterdir()} == {"default", name}
+    async with serving(*options) as (second, http):
+        there = (await http.get(f"/api/sessions/{name}", headers=key)).json()
+        assert there.items() >= SETTINGS.items()
+        async with steering(http, name, key) as viewer:
+            await viewer.until_frame(near(FEWER_STEPS))
+            assert await shown_past(viewer, frame) > frame, "frames go on being counted"
+            assert (await applied_prompt(viewer, "red"))["epoch"] > 0
+        await until(lambda: not list(folder.iterdir()))
     for complaints in (first.complaints, second.complaints):
-        assert told["name"] in complaints, "the log says of which session the stream is lost"
+        assert name in complaints, "the log says of which session the stream is lost"
 
 
 @pytest.mark.parametrize("options", [("--keep-s", "0.2", "--state-dir"), ("--handover",)])

@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
-import subprocess
 from datetime import datetime
 from typing import Any
 
@@ -17,25 +17,13 @@ import pytest
 from streamdiff.config import ServeConfig
 from streamdiff.server import logging_setup
 from tests.server.conftest import bearer
-from tests.server.test_main import start
-from tests.server.test_restart import watching
+from tests.server.test_restart import start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 def _records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
-
-
-def _first_with_url(process: subprocess.Popen[str]) -> tuple[str, list[dict[str, Any]]]:
-    """The server's address, and all records up to the one that tells it."""
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(json.loads(line))
-        if "url" in seen[-1]:
-            return seen[-1]["url"], seen
-    raise AssertionError(seen)
 
 
 async def _play(url: str, frames: int, prompts: list[str]) -> dict[str, Any]:
@@ -54,17 +42,22 @@ async def _play(url: str, frames: int, prompts: list[str]) -> dict[str, Any]:
     return session | {"viewer": viewer.location.rpartition("/")[2]}
 
 
-def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told() -> None:
+async def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told() -> None:
     """No prompt is."""
-    process = start("--log-format", "json")
+    server = start("--log-format", "json")
     try:
-        url, begin = _first_with_url(process)
-        session = asyncio.run(_play(url, 80, [f"green secret {number}" for number in range(5)]))
+        async with asyncio.timeout(60):
+            while not (found := re.search(r'"url": "([^"]+)"', server.complaints)):
+                await asyncio.sleep(0.05)
+        begin = len(_records(server.complaints))
+        session = await _play(found[1], 80, [f"green secret {number}" for number in range(5)])
     finally:
-        process.send_signal(signal.SIGTERM)
-        said, complaints = process.communicate(timeout=30)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(server.process.wait, 30)
+        said = server.process.stdout.read()  # type: ignore[union-attr]
+        assert server.close() == 0
     assert said == "", "all goes to standard error"
-    records = [*begin, *_records(complaints)]
+    records = _records(server.complaints)
     for record in records:
         assert datetime.fromisoformat(record["time"]).tzinfo is not None
         assert record["level"] == "info" and record["logger"].startswith("streamdiff") and record["message"]
@@ -79,14 +72,14 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told() 
     text = json.dumps(records)
     for secret in ("secret", session["viewer"], session["control_token"], session["view_token"]):
         assert secret not in text
-    assert len(records) <= len(begin) + len(ours), "80 frames add no line"
+    assert len(records) <= begin + len(ours), "80 frames add no line"
 
 
 def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
-    process = start("--log-format", "json", "--name", "dies-2", "--restarts", "0")
-    said, complaints = process.communicate(timeout=60)
-    assert (process.returncode, said) == (1, "")
-    records = _records(complaints)
+    server = start("--log-format", "json", "--name", "dies-2", "--restarts", "0")
+    assert server.process.stdout is not None and server.process.stdout.read() == ""
+    assert server.process.wait(60) == server.close() == 1
+    records = _records(server.complaints)
     assert any(r["logger"] == "streamdiff.engine.output" and "out of paint" in r["message"] for r in records)
     last = records[-1]
     assert (last["logger"], last["level"]) == ("streamdiff.fatal", "error")

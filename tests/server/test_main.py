@@ -4,66 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
-import resource
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server import main
 from tests import fork_server
-from tests.server.test_restart import watching
+from tests.server.test_restart import serving, start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
-ROOT = Path(__file__).resolve().parents[2]
 REAL = sys.executable
 """The interpreter itself; in a test that forks, `sys.executable` is what stands for it."""
-Running = tuple[subprocess.Popen[str], str]
-
-
-def start(
-    *options: str, python: str | None = None, descriptors: tuple[int, int] | None = None
-) -> subprocess.Popen[str]:
-    """`descriptors`: soft and hard limit, of the real interpreter only."""
-    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, descriptors)
-    return subprocess.Popen(
-        [python or sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser", *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=None if descriptors is None else limit,
-    )
-
-
-def printed_address(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.search(r"https?://\S+/", line):
-            return found.group(0)
-    raise AssertionError(process.communicate()[1])
-
-
-@pytest.fixture
-def running() -> Iterator[Running]:
-    process = start()
-    try:
-        yield process, printed_address(process)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def wait_until_ready(url: str) -> None:
@@ -76,28 +35,28 @@ def wait_until_ready(url: str) -> None:
 @pytest.mark.parametrize(("number", "python"), [(signal.SIGINT, REAL), (signal.SIGTERM, None)], ids=["2-real", "15"])
 def test_it_serves_and_ends_clean(number: signal.Signals, python: str | None) -> None:
     """Also with an interpreter that starts and is taken down, of the server and of its engines."""
-    process = start(python=python)
-    url = printed_address(process)
+    server = start(python=python)
+    url = server.address()
     wait_until_ready(url)
-    engine, spare = sorted(fork_server.behind(process.pid).children(), key=psutil.Process.create_time)
+    children = fork_server.behind(server.process.pid).children()
+    assert len(children) == 2, "an engine and a spare"
     assert "streamdiff" in httpx.get(url, timeout=20).text
-    process.send_signal(number)
-    _, complaints = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert complaints == ""
-    assert not engine.is_running() and not spare.is_running()
+    server.process.send_signal(number)
+    server.process.wait(30)
+    assert (server.close(), server.complaints) == (0, "")
+    assert not any(each.is_running() for each in children)
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_2(running: Running) -> None:
-    port = running[1].rstrip("/").rsplit(":", 1)[1]
-    second = start("--port", port)
-    _, complaints = second.communicate(timeout=60)
-    assert second.returncode == 2
-    [line] = complaints.splitlines()
-    assert port in line
-    assert "in use" in line
-    assert "--port" in line
-    assert httpx.get(running[1] + "healthz", timeout=20).status_code == 200
+async def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
+    async with serving() as (_, http):
+        port = str(http.base_url.port)
+        second = start("--port", port)
+        assert second.process.wait(60) == second.close() == 2
+        [line] = second.complaints.splitlines()
+        assert port in line
+        assert "in use" in line
+        assert "--port" in line
+        assert (await http.get("/healthz")).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["203.0.113.77", "no.such.host.invalid"])
@@ -117,64 +76,43 @@ def test_the_address_that_is_printed() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: Path) -> None:
+async def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: Path) -> None:
     refused = start("--host", host)
-    _, complaints = refused.communicate(timeout=60)
-    assert refused.returncode == 2
-    [line] = complaints.splitlines()
+    assert refused.process.wait(60) == refused.close() == 2
+    [line] = refused.complaints.splitlines()
     assert "--control-token-file" in line and "--insecure" in line and host in line
     (tmp_path / "token").write_text("a-token-of-some-length")
-    for options in (["--insecure"], ["--control-token-file", str(tmp_path / "token")]):
-        process = start("--host", host, *options)
-        status = httpx.post(printed_address(process) + "api/control", json={"type": "pause"}, timeout=20).status_code
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
-        assert (process.returncode, status) == (0, 200 if options == ["--insecure"] else 401)
+    for options, status in ((["--insecure"], 200), (["--control-token-file", str(tmp_path / "token")], 401)):
+        async with serving("--host", host, *options) as (_, http):
+            assert (await http.post("/api/control", json={"type": "pause"})).status_code == status
 
 
 async def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
-    process = start("--drain-s", "60")
-    url = printed_address(process)
-    async with httpx.AsyncClient(base_url=url, timeout=20) as http, watching(http) as viewer:
-        await viewer.until_frame(lambda pts, colour: True)
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None
-        assert "60 s" in await asyncio.to_thread(process.stdout.readline)
-        refused = await http.post("/api/sessions", json={})
-        assert (refused.status_code, refused.json()["code"]) == (503, "draining")
-        assert (await http.get("/readyz")).status_code == 503
-        await viewer.until_frame(lambda pts, colour: True)
-        await http.delete(viewer.location)
-    _, complaints = process.communicate(timeout=30)
-    assert (process.returncode, complaints) == (0, "")
+    async with serving("--drain-s", "60") as (server, http):
+        async with watching(http) as viewer:
+            await viewer.until_frame(lambda pts, colour: True)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.stdout is not None
+            assert "60 s" in await asyncio.to_thread(server.process.stdout.readline)
+            refused = await http.post("/api/sessions", json={})
+            assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+            assert (await http.get("/readyz")).status_code == 503
+            await viewer.until_frame(lambda pts, colour: True)
+            await http.delete(viewer.location)
+        await asyncio.to_thread(server.process.wait, 30)
+    assert server.complaints == ""
 
 
-def test_an_engine_that_dies_is_named_and_ends_the_server_where_it_is_not_started_again() -> None:
-    process = start("--restarts", "0")
-    printed_address(process)
-    [engine] = fork_server.behind(process.pid).children()
-    os.kill(engine.pid, signal.SIGKILL)
-    _, complaints = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "SIGKILL" in complaints.splitlines()[0]
-    assert "Traceback" not in complaints
-
-
-def test_silent_connections_leave_descriptors_for_health_and_the_log_short() -> None:
+async def test_silent_connections_leave_descriptors_for_health_and_the_log_short() -> None:
     hard = 1024
-    process = start(python=REAL, descriptors=(128, hard))
-    try:
-        url = printed_address(process)
+    async with serving(python=REAL, descriptors=(128, hard)) as (server, http):
+        url, port = str(http.base_url), http.base_url.port
         wait_until_ready(url)
-        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        limits = Path(f"/proc/{server.process.pid}/limits").read_text()
         assert re.search(rf"Max open files +{hard} +{hard} ", limits)
-        port = int(url.rsplit(":")[2].strip("/"))
         with contextlib.ExitStack() as silent:
             for _ in range(1200):
                 silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
             assert [httpx.get(f"{url}healthz", timeout=20).status_code for _ in range(5)] == [200] * 5
         assert httpx.get(f"{url}api/state", timeout=20).status_code == 200
-    finally:
-        process.terminate()
-        said = process.communicate(timeout=30)
-    assert process.returncode == 0 and said[1] == ""
+    assert server.complaints == ""

@@ -32,7 +32,7 @@ async def raw(site: Site, request: bytes) -> bytes:
 
 async def test_a_page_whose_name_points_here_can_neither_read_nor_steer() -> None:
     async with open_site() as site:
-        before = site.state.manager.get("default").state(may_control=True)  # type: ignore[union-attr]
+        before = site.live.state(may_control=True)
         port = site.address[1]
         evil = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
         answers = [
@@ -48,7 +48,7 @@ async def test_a_page_whose_name_points_here_can_neither_read_nor_steer() -> Non
         denied = await SocketClient.connect(f"http://{evil['Host']}", CONTROL, to=site.address)
         assert (denied.status, denied.problem["code"]) == (421, "host")
         await denied.close()
-        assert site.state.manager.get("default").state(may_control=True) == before  # type: ignore[union-attr]
+        assert site.live.state(may_control=True) == before
         assert (await site.http.get("/healthz", headers=evil)).status_code == 200
         assert 'streamdiff_control_sockets_refused_total{reason="host"} 1.0' in (await site.http.get("/metrics")).text
 
@@ -126,18 +126,7 @@ async def test_below_a_path_prefix_every_address_has_it(config: dict[str, Any], 
 
 @pytest.mark.parametrize("trusted", [True, False])
 async def test_a_prefix_is_a_plain_path_and_a_trusted_proxy_s(trusted: bool) -> None:
-    wrong = [
-        "//evil.example",
-        "/a/../b",
-        '/a"b',
-        "/a b",
-        "https://evil.example",
-        "/a\\b",
-        "/a,/b",
-        "/a%2f",
-        "/.",
-        "/a//b",
-    ]
+    wrong = ["//evil.example", "https://evil.com", "/a/../b", '/a"b', "/a b", "/a\\b", "/a,/b", "/a%2f", "/.", "/a//b"]
     async with open_site(Config(serve=ServeConfig(**(PROXY if trusted else {})))) as site:
         for prefix in wrong if trusted else [*wrong, "/ai"]:
             listed = await site.http.get("/api/sessions", headers={"X-Forwarded-Prefix": prefix})

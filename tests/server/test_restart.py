@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +108,20 @@ class Server:
     def address(self) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := re.search(r"http://\S+/", line):
+            if found := re.search(r"https?://\S+/", line):
                 return found.group(0)
         raise AssertionError(self.complaints)
 
     @property
     def engine(self) -> psutil.Process:
         """The engine process, or the launcher of its ranks."""
-        return min(
-            fork_server.behind(self.process.pid).children(), key=psutil.Process.create_time
-        )  # a spare is younger
+        children = fork_server.behind(self.process.pid).children()
+        return min(children, key=psutil.Process.create_time)  # a spare is younger
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with httpx.AsyncClient(base_url=await asyncio.to_thread(self.address), timeout=60) as http:
+            yield http
 
     def close(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""
@@ -133,39 +139,62 @@ def gate(tmp_path: Path) -> Gate:
     return Gate(tmp_path / "gate")
 
 
-def start(*options: str, program: tuple[str, str] = PAINTED, gate: Gate | None = None) -> Server:
+def start(
+    *options: str,
+    program: tuple[str, str] = PAINTED,
+    gate: Gate | None = None,
+    python: str | None = None,
+    descriptors: tuple[int, int] | None = None,
+) -> Server:
+    """`descriptors`: soft and hard limit, of the real interpreter only."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, descriptors)
     process = subprocess.Popen(
-        [sys.executable, "-m", *program, "--no-browser", "--port", "0", *options],
+        [python or sys.executable, "-m", *program, "--no-browser", "--port", "0", *options],
         cwd=ROOT,
         env={**os.environ, **({"GATE": str(gate.path)} if gate else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=None if descriptors is None else limit,
     )
     return Server(process)
 
 
 @asynccontextmanager
+async def serving(*options: str, code: int | None = 0, **how: Any) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    """A server and a client of it; ended as Ctrl-C does, with this exit code, unless None."""
+    server = start(*options, **how)
+    try:
+        if gate := how.get("gate"):
+            await gate.open()
+        async with server.client() as http:
+            yield server, http
+    finally:
+        ended = await asyncio.to_thread(server.close)
+    assert code in (None, ended), server.complaints
+
+
+async def stats(viewer: Watching, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The next statistics of which `wanted` holds."""
+    async with asyncio.timeout(LIMIT_S):
+        while not wanted(told := await viewer.after(len(viewer.messages), {"type": "stats"})):
+            pass
+    return told
+
+
+@asynccontextmanager
 async def watching(http: httpx.AsyncClient, session: str = "default") -> AsyncIterator[Watching]:
     """A viewer with a control channel."""
-    import json
-
     pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     viewer = Watching(pc)
     receiver = pc.addTransceiver("video", direction="recvonly").receiver
-    viewer.channel = pc.createDataChannel("control")
-
-    @viewer.channel.on("message")  # type: ignore[untyped-decorator]
-    def on_message(text: str) -> None:
-        viewer.messages.append(json.loads(text))
-        viewer.arrived.set()
-
+    viewer.open_channel()
     await pc.setLocalDescription(await pc.createOffer())
     headers = {"Content-Type": "application/sdp"}
     answer = await http.post(f"/whep/{session}", content=pc.localDescription.sdp, headers=headers)
     assert answer.status_code == 201, answer.text
     await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
-    viewer.track, viewer.location = receiver.track, answer.headers["location"]
+    viewer.track, viewer.location, viewer.answer = receiver.track, answer.headers["location"], answer.text
     reading = asyncio.create_task(viewer.read())
     try:
         yield viewer
@@ -191,10 +220,8 @@ async def change(http: httpx.AsyncClient, **message: Any) -> dict[str, Any]:
     return receipt
 
 
-def test_viewers_stay_while_the_engine_is_killed_and_see_video_again(gate: Gate) -> None:
-    server = start(gate=gate)
-
-    async def scene(http: httpx.AsyncClient) -> None:
+async def test_viewers_stay_while_the_engine_is_killed_and_see_video_again(gate: Gate) -> None:
+    async with serving(gate=gate) as (server, http):
         made = (await http.post("/api/sessions", json={"prompt": "green", "fps": 20, "seed": 5})).json()
         name, key = made["id"], {"Authorization": f"Bearer {made['control_token']}"}
         async with watching(http) as viewer, watching(http, name) as other:
@@ -206,7 +233,7 @@ def test_viewers_stay_while_the_engine_is_killed_and_see_video_again(gate: Gate)
             assert fewer.status_code == 200, fewer.text
             await other.until_frame(near(FEWER_STEPS))
             assert (await http.post(f"/api/sessions/{name}/pause", headers=key)).status_code == 200
-            last = (await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"]
+            last = (await stats(viewer, lambda told: True))["frame"]
 
             said = len(viewer.messages)
             server.engine.send_signal(signal.SIGKILL)
@@ -220,44 +247,24 @@ def test_viewers_stay_while_the_engine_is_killed_and_see_video_again(gate: Gate)
             assert {name: state[name] for name in ("prompt", "seed", "steps", "kv_context", "fps", "paused")} == {
                 "prompt": "blue", "seed": 7, "steps": 4, "kv_context": "clean", "fps": 40.0, "paused": False,
             }  # fmt: skip
-            async with asyncio.timeout(LIMIT_S):
-                while (await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"] <= last + 40:
-                    pass
+            await stats(viewer, lambda told: told["frame"] > last + 40)
             assert near(BLUE)(*viewer.frames[-1])
             times = [pts for pts, _ in viewer.frames]
             assert times == sorted(set(times)), "the viewer's clock never went back"
             after = await change(http, type="prompt", prompt="green")
             assert after["epoch"] >= before["epoch"] + 2, "the stream that began again has an epoch of its own"
             await viewer.until_frame(near(GREEN))
-            shown = await viewer.after(said, {"type": "stats"})
-            assert shown["frame"] > last
 
             there = (await http.get(f"/api/sessions/{name}", headers=key)).json()
             wanted = {"prompt": "green", "seed": 5, "steps": 2, "fps": 20.0, "paused": True}
             assert {field: there[field] for field in wanted} == wanted
             assert (await http.post(f"/api/sessions/{name}/resume", headers=key)).status_code == 200
-            said = len(other.messages)
-            async with asyncio.timeout(LIMIT_S):
-                while (await other.after(len(other.messages), {"type": "stats"}))["made_fps"] == 0:
-                    pass
+            await stats(other, lambda told: told["made_fps"] > 0)
             assert near(FEWER_STEPS)(*other.frames[-1]), "the new engine makes them as the old one did last"
             assert (await http.get("/readyz")).status_code == 200
             for each in (viewer, other):
                 assert each.pc.connectionState == "connected"
             assert "streamdiff_engine_restarts_total 1.0" in (await http.get("/metrics")).text
-
-    async def main() -> None:
-        await gate.open()
-        async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=20) as http:
-            await scene(http)
-
-    try:
-        asyncio.run(main())
-    finally:
-        code = server.close()
-    assert code == 0
-    assert "The engine is started again in 0 s (restart 1 of at most 5 within 300 s)" in server.complaints
-    assert "The engine runs again" in server.complaints
 
 
 async def while_it_is_away(http: httpx.AsyncClient, viewer: Watching) -> None:
@@ -286,38 +293,28 @@ async def while_it_is_away(http: httpx.AsyncClient, viewer: Watching) -> None:
     assert all(near(BLUE)(*frame) for frame in viewer.frames[seen:]), "the last picture is repeated"
 
 
-def test_an_engine_that_fails_again_and_again_is_given_up_and_the_server_says_so() -> None:
-    server = start("--name", "dies-1", "--restarts", "2")
-
-    async def main() -> None:
-        async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=20) as http:
-            async with asyncio.timeout(LIMIT_S):
-                while (ready := await http.get("/readyz")).json().get("code") != "engine":
-                    await asyncio.sleep(0.1)
-            assert ready.status_code == 503
-            assert "failed again after 2 restarts within 300 s" in ready.json()["detail"]
-            assert "out of paint" in ready.json()["detail"]
-            state = (await http.get("/api/state")).json()
-            assert state["state"]["engine"] == "failed"
-            control = await http.post("/api/control", json={"type": "pause"})
-            assert (control.status_code, control.headers["retry-after"]) == (503, "5")
-            assert "streamdiff_engine_restarts_total 2.0" in (await http.get("/metrics")).text
-            assert server.process.poll() is None, "it stays and says why"
-
-    try:
-        asyncio.run(main())
-    finally:
-        code = server.close()
-    assert code == 1
+async def test_an_engine_that_fails_again_and_again_is_given_up_and_the_server_says_so() -> None:
+    async with serving("--name", "dies-1", "--restarts", "2", code=1) as (server, http):
+        async with asyncio.timeout(LIMIT_S):
+            while (ready := await http.get("/readyz")).json().get("code") != "engine":
+                await asyncio.sleep(0.1)
+        assert ready.status_code == 503
+        assert "failed again after 2 restarts within 300 s" in ready.json()["detail"]
+        assert "out of paint" in ready.json()["detail"]
+        state = (await http.get("/api/state")).json()
+        assert state["state"]["engine"] == "failed"
+        control = await http.post("/api/control", json={"type": "pause"})
+        assert (control.status_code, control.headers["retry-after"]) == (503, "5")
+        assert "streamdiff_engine_restarts_total 2.0" in (await http.get("/metrics")).text
+        assert server.process.poll() is None, "it stays and says why"
     assert "serve.max_restarts" in server.complaints and "/readyz answers 503" in server.complaints
     assert "Traceback" in server.complaints, "the engine's own"
 
 
-def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(gate: Gate) -> None:
+async def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(gate: Gate) -> None:
     port = str(free_port())
     server = start("--port", port, gate=gate)
-
-    async def main() -> None:
+    try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
             async with asyncio.timeout(LIMIT_S):
                 while True:
@@ -328,11 +325,8 @@ def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(ga
             assert (alive.status_code, alive.json()) == (200, {"alive": True})
             for path in ("/readyz", "/api/state"):
                 answer = await http.get(path)
-                assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (
-                    503,
-                    "loading",
-                    "1",
-                )
+                assert (answer.status_code, answer.json()["code"]) == (503, "loading")
+                assert answer.headers["retry-after"] == "1"
             assert (await http.post("/whep", content="v=0")).json()["code"] == "loading"
             page = await http.get("/")
             assert page.headers["refresh"] == "1" and "loading" in page.text
@@ -347,35 +341,21 @@ def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(ga
                 while (ready := await http.get("/readyz")).status_code != 200:
                     assert ready.json()["code"] == "opening"
             assert "refresh" not in (await http.get("/")).headers
-
-    try:
-        asyncio.run(main())
     finally:
-        assert server.close() == 0
-    assert server.complaints == ""
+        code = await asyncio.to_thread(server.close)
+    assert (code, server.complaints) == (0, "")
 
 
-def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: Gate) -> None:
-    server = start(gate=gate)
-
-    async def main() -> psutil.Process:
-        await gate.open()
-        async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=20) as http:
-            first = server.engine
-            first.send_signal(signal.SIGKILL)
-            async with asyncio.timeout(LIMIT_S):
-                while (await http.get("/readyz")).json().get("code") != "restarting":
-                    await asyncio.sleep(0.05)
-                while not (children := [c for c in fork_server.behind(server.process.pid).children() if c != first]):
-                    await asyncio.sleep(0.05)
-        return children[0]
-
-    try:
-        second = asyncio.run(main())
-    finally:
-        code = server.close()
-    assert code == 0
-    assert not second.is_running()
+async def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: Gate) -> None:
+    async with serving(gate=gate) as (server, http):
+        first = server.engine
+        first.send_signal(signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            while (await http.get("/readyz")).json().get("code") != "restarting":
+                await asyncio.sleep(0.05)
+            while not (children := [c for c in fork_server.behind(server.process.pid).children() if c != first]):
+                await asyncio.sleep(0.05)
+    assert not children[0].is_running()
 
 
 @pytest.mark.parametrize(
@@ -386,43 +366,25 @@ def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: G
         pytest.param(("--parallel", "1x2"), marks=pytest.mark.soak, id="1x2"),
     ],
 )
-def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(ring: tuple[str, ...]) -> None:
-    """The engine alone, or the second of two ranks, of a stage each or that share one, with the
-    embedded model."""
-    server = start(*ring, program=MODEL)
-
-    async def main() -> None:
-        async with (
-            httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=20) as http,
-            watching(http) as viewer,
-        ):
-            await change(http, type="prompt", prompt="a blue star at night")
-            receipt = await viewer.after(0, {"type": "stats"})
-            async with asyncio.timeout(LIMIT_S):
-                while (receipt := await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"] < 24:
-                    pass
-            said = len(viewer.messages)
-            [victim] = [server.engine] if not ring else [
-                rank for rank in fork_server.behind(server.engine.pid).children() if rank.environ().get("RANK") == "1"
-            ]  # fmt: skip
-            victim.send_signal(signal.SIGKILL)
-            state = await viewer.after(said, {"type": "state", "engine": "restarting"})
-            assert ("rank 1 is gone" if ring else "SIGKILL") in state["engine_reason"]
-            await viewer.after(said, {"type": "state", "engine": "running", "prompt": "a blue star at night"})
-            async with asyncio.timeout(LIMIT_S):
-                while (await viewer.after(len(viewer.messages), {"type": "stats"}))["frame"] <= receipt["frame"] + 48:
-                    pass
-            times = [pts for pts, _ in viewer.frames]
-            assert times == sorted(set(times))
-            assert viewer.pc.connectionState == "connected"
-            assert (await http.get("/readyz")).status_code == 200
-            assert not victim.is_running()
-
-    try:
-        asyncio.run(main())
-    finally:
-        code = server.close()
-    assert code == 0
+async def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(ring: tuple[str, ...]) -> None:
+    """The engine alone, or the second of two ranks, of a stage each or that share one, with the embedded model."""
+    async with serving(*ring, program=MODEL) as (server, http), watching(http) as viewer:
+        await change(http, type="prompt", prompt="a blue star at night")
+        before = await stats(viewer, lambda told: told["frame"] >= 24)
+        said = len(viewer.messages)
+        [victim] = [server.engine] if not ring else [
+            rank for rank in fork_server.behind(server.engine.pid).children() if rank.environ().get("RANK") == "1"
+        ]  # fmt: skip
+        victim.send_signal(signal.SIGKILL)
+        state = await viewer.after(said, {"type": "state", "engine": "restarting"})
+        assert ("rank 1 is gone" if ring else "SIGKILL") in state["engine_reason"]
+        await viewer.after(said, {"type": "state", "engine": "running", "prompt": "a blue star at night"})
+        await stats(viewer, lambda told: told["frame"] > before["frame"] + 48)
+        times = [pts for pts, _ in viewer.frames]
+        assert times == sorted(set(times))
+        assert viewer.pc.connectionState == "connected"
+        assert (await http.get("/readyz")).status_code == 200
+        assert not victim.is_running()
 
 
 @pytest.fixture(autouse=True)

@@ -50,8 +50,7 @@ async def served() -> AsyncIterator[Site]:
 
 async def test_a_prompt_that_takes_long_is_202_and_comes_later() -> None:
     async with served() as site:
-        live = site.state.manager.get("default")
-        assert live is not None
+        live = site.live
         before = live.prompt
         asked = await site.http.post("/api/control", json={"type": "prompt", "prompt": "all green", "id": 5})
         receipt = asked.json()
@@ -68,8 +67,7 @@ async def test_a_prompt_that_takes_long_is_202_and_comes_later() -> None:
 async def test_an_engine_that_takes_no_command_is_another_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request was not handed over, and so nobody can say that it comes."""
     async with served() as site:
-        live = site.state.manager.get("default")
-        assert live is not None
+        live = site.live
         monkeypatch.setattr(live, "_send", lambda command: asyncio.sleep(60))
         answer = await site.http.post("/api/control", json={"type": "prompt", "prompt": "all blue"})
         assert (answer.status_code, answer.json()["code"]) == (504, "engine")

@@ -20,7 +20,8 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server import http_server, main
 from streamdiff.server.http_server import Certificate, HttpServer
-from tests.server.test_main import REAL, printed_address, start
+from tests.server.test_main import REAL
+from tests.server.test_restart import serving
 
 pytestmark = pytest.mark.slow
 
@@ -50,11 +51,10 @@ def trusting(cert: str) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=cert)
 
 
-def test_the_server_speaks_https_and_says_so(tmp_path: Path) -> None:
+async def test_the_server_speaks_https_and_says_so(tmp_path: Path) -> None:
     cert, key = write_pair(tmp_path)
-    process = start("--port", "0", "--tls-cert", cert, "--tls-key", key)
-    try:
-        url = printed_address(process).replace("127.0.0.1", "localhost")
+    async with serving("--tls-cert", cert, "--tls-key", key) as (_, untrusting):
+        url = str(untrusting.base_url).replace("127.0.0.1", "localhost")
         assert url.startswith("https://")
         with httpx.Client(base_url=url, verify=trusting(cert), timeout=20) as http:
             assert "streamdiff" in http.get("/").text
@@ -62,9 +62,6 @@ def test_the_server_speaks_https_and_says_so(tmp_path: Path) -> None:
             assert change.status_code == 200, "the page is known as the server's own"
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http"), timeout=20)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 async def test_a_renewed_certificate_is_used_and_a_half_replaced_one_is_not(
@@ -120,21 +117,17 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, capfd: pytest.Captu
     assert "serve.tls_cert" in capfd.readouterr().err
 
 
-def test_where_descriptors_are_used_up_it_is_logged_once(tmp_path: Path) -> None:
+async def test_where_descriptors_are_used_up_it_is_logged_once(tmp_path: Path) -> None:
     """TLS handshakes are among no limit."""
     cert, key = write_pair(tmp_path)
-    process = start("--tls-cert", cert, "--tls-key", key, python=REAL, descriptors=(96, 96))
-    try:
-        url = printed_address(process)
+    options = ("--tls-cert", cert, "--tls-key", key)
+    async with serving(*options, python=REAL, descriptors=(96, 96)) as (server, http):
         with contextlib.ExitStack() as silent:
-            port = int(url.rsplit(":")[2].strip("/"))
             for _ in range(200):
-                silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-            while len(os.listdir(f"/proc/{process.pid}/fd")) < 96:
-                assert process.poll() is None
-            assert process.stderr is not None and "LimitNOFILE" in process.stderr.readline()
-        assert httpx.get(f"{url}healthz", timeout=20, verify=False).status_code == 200
-    finally:
-        process.terminate()
-        said = process.communicate(timeout=30)
-    assert process.returncode == 0 and "LimitNOFILE" not in said[1] and said[1].count("\n") < 5
+                silent.enter_context(socket.create_connection(("127.0.0.1", http.base_url.port), timeout=20))
+            while len(os.listdir(f"/proc/{server.process.pid}/fd")) < 96:
+                assert server.process.poll() is None
+            while "LimitNOFILE" not in server.complaints:
+                await asyncio.sleep(0.01)
+        assert httpx.get(f"{http.base_url}healthz", timeout=20, verify=False).status_code == 200
+    assert server.complaints.count("LimitNOFILE") == 1 and server.complaints.count("\n") < 6

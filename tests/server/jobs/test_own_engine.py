@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ FRAMES = 3 * MODEL.spec.chunk_frames + 1
 
 
 @pytest.mark.slow
-def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
+async def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -41,25 +40,23 @@ def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
 
     monkeypatch.setattr(runner, "write_video", noted)
 
-    async def main() -> bytes:
-        pipeline = StreamingPipeline(MODEL, CPU)
-        config = Config(
-            serve=ServeConfig(jobs_dir=str(tmp_path / "jobs"), upscale=4),
-            playback=PlaybackConfig(fps=MODEL.spec.native_fps),
-        )
-        try:
-            async with open_site(config, pipeline) as site:  # type: ignore[arg-type]
-                viewer = await site.watch()
-                await viewer.frame()
-                body = {"prompt": BLUE, "seed": 5, "num_frames": FRAMES}
-                job = (await site.http.post("/v1/videos", json=body)).json()
-                video = await ended(site, job["id"])
-                assert (video["status"], video["model"]) == ("completed", MODEL.spec.name)
-                assert video["inference_time_s"] > 0 and video["peak_memory_mb"] > 10
-                await viewer.frame()
-                return (await site.http.get(f"/v1/videos/{job['id']}/content")).content
-        finally:
-            pipeline.close()
-
-    assert len(pictures_of(asyncio.run(main()))) == len(encoded) == FRAMES
+    pipeline = StreamingPipeline(MODEL, CPU)
+    config = Config(
+        serve=ServeConfig(jobs_dir=str(tmp_path / "jobs"), upscale=4),
+        playback=PlaybackConfig(fps=MODEL.spec.native_fps),
+    )
+    try:
+        async with open_site(config, pipeline) as site:  # type: ignore[arg-type]
+            viewer = await site.watch()
+            await viewer.frame()
+            body = {"prompt": BLUE, "seed": 5, "num_frames": FRAMES}
+            job = (await site.http.post("/v1/videos", json=body)).json()
+            video = await ended(site, job["id"])
+            assert (video["status"], video["model"]) == ("completed", MODEL.spec.name)
+            assert video["inference_time_s"] > 0 and video["peak_memory_mb"] > 10
+            await viewer.frame()
+            content = (await site.http.get(f"/v1/videos/{job['id']}/content")).content
+    finally:
+        pipeline.close()
+    assert len(pictures_of(content)) == len(encoded) == FRAMES
     assert np.array_equal(np.stack(encoded), np.stack(alone)) and np.stack(encoded).std() > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import signal
 import sqlite3
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.server.conftest import bearer
 from tests.server.jobs.test_videos import ask, ended, making, pictures_of, refusal, yellow_png
 from tests.server.outputs.test_output import Snow
 from tests.server.scripted import INFO, Painter
-from tests.server.test_restart import start
+from tests.server.test_restart import serving
 
 REQUEST = VideoRequest("scripted", "a blue star", 1, 4, 20, 40.0, 128, 128)
 
@@ -52,63 +52,44 @@ async def _until(http: httpx.AsyncClient, id: str, condition: Any) -> dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_killed_server_loses_no_job_and_leaves_no_half_video(tmp_path: Path) -> None:
+async def test_a_killed_server_loses_no_job_and_leaves_no_half_video(tmp_path: Path) -> None:
     """One job done, one under way, one waiting when the server is killed; the next server has all three whole."""
-
-    async def before(address: str, process: Any) -> list[str]:
-        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
-            done = await _ask(http, 8)
-            await _until(http, done, lambda video: video["status"] == "completed")
-            running, waiting = await _ask(http, 400), await _ask(http, 8)
-            await _until(http, running, lambda video: 20 < video["progress"] < 90)
-            process.kill()
-            return [done, running, waiting]
-
-    async def after(address: str, ids: list[str]) -> list[bytes]:
-        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
-            for id in ids:
-                video = await _until(http, id, lambda video: video["status"] in ("completed", "failed"))
-                assert (video["status"], video["error"]) == ("completed", None)
-            return [(await http.get(f"/v1/videos/{id}/content")).content for id in ids]
-
-    server = start("--jobs-dir", str(tmp_path / "jobs"))
-    ids = asyncio.run(before(server.address(), server.process))
-    server.close()
     folder = tmp_path / "jobs"
-    done = folder / f"{ids[0]}.mp4"
+    async with serving("--jobs-dir", str(folder), code=-signal.SIGKILL) as (server, http):
+        done = await _ask(http, 8)
+        await _until(http, done, lambda video: video["status"] == "completed")
+        running, waiting = await _ask(http, 400), await _ask(http, 8)
+        await _until(http, running, lambda video: 20 < video["progress"] < 90)
+        server.process.kill()
     assert {entry.suffix for entry in folder.iterdir()} >= {".mp4", ".part"}
-    assert [each.name for each in folder.glob("*.mp4")] == [done.name]
-    written = hashlib.sha256(done.read_bytes()).digest()
-    server = start("--jobs-dir", str(folder))
-    try:
-        videos = asyncio.run(after(server.address(), ids))
-    finally:
-        server.close()
+    assert [each.name for each in folder.glob("*.mp4")] == [f"{done}.mp4"]
+    written = (folder / f"{done}.mp4").read_bytes()
+    async with serving("--jobs-dir", str(folder)) as (server, http):
+        videos = []
+        for id in (done, running, waiting):
+            video = await _until(http, id, lambda video: video["status"] in ("completed", "failed"))
+            assert (video["status"], video["error"]) == ("completed", None)
+            videos.append((await http.get(f"/v1/videos/{id}/content")).content)
     assert [len(pictures_of(video)) for video in videos] == [8, 400, 8]
-    assert hashlib.sha256(videos[0]).digest() == written, "what was whole is not made again"
+    assert videos[0] == written, "what was whole is not made again"
     assert not list(folder.glob("*.part"))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_job_goes_on_with_the_next_engine_and_one_that_ends_it_again_and_again_is_given_up(tmp_path: Path) -> None:
+async def test_a_job_goes_on_with_the_next_engine_and_one_that_ends_it_again_and_again_is_given_up(
+    tmp_path: Path,
+) -> None:
     """Each engine paints twelve chunks and fails; three of them are the default session's."""
-
-    async def scene(address: str) -> None:
-        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
-            first, second, never = [await _ask(http, frames) for frames in (6 * 8, 6 * 8, 40 * 8)]
-            for id in (first, second):
-                await _until(http, id, lambda video: video["status"] == "completed")
-            failed = await _until(http, never, lambda video: video["status"] == "failed")
-            assert failed["error"]["message"] == "the engine failed 3 times while this was made"
-            answer = await http.get(f"/v1/videos/{never}/content")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (422, "failed")
-
-    server = start("--name", "dies-12", "--jobs-dir", str(tmp_path / "jobs"), "--restarts", "20")
-    try:
-        asyncio.run(scene(server.address()))
-    finally:
-        server.close()
+    options = ("--name", "dies-12", "--jobs-dir", str(tmp_path / "jobs"), "--restarts", "20")
+    async with serving(*options, code=None) as (_, http):
+        first, second, never = [await _ask(http, frames) for frames in (6 * 8, 6 * 8, 40 * 8)]
+        for id in (first, second):
+            await _until(http, id, lambda video: video["status"] == "completed")
+        failed = await _until(http, never, lambda video: video["status"] == "failed")
+        assert failed["error"]["message"] == "the engine failed 3 times while this was made"
+        answer = await http.get(f"/v1/videos/{never}/content")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "failed")
 
 
 @pytest.mark.slow

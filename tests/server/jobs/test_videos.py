@@ -128,9 +128,7 @@ async def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_
 
 
 @pytest.mark.slow
-async def test_what_third_party_documents_show_is_taken_and_what_would_be_ignored_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_what_third_party_documents_show_is_taken_and_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
     """vLLM-Omni's and sglang's documents, FastVideo's protocol: the same requests at this engine's size."""
     async with making(tmp_path) as site:
         forms: list[dict[str, str]] = [
@@ -175,14 +173,7 @@ async def test_what_changes_no_video_is_taken_and_what_would_is_refused_by_name(
             made = await ask(site, **body)
             assert made["seed"] >= 0 and made["size"] == f"{SIZE}x{SIZE}"
         assert (made := await ask(site, **texts))["seed"] == 7 and made["num_frames"] == 8
-        form = {
-            "prompt": PROMPT,
-            "user": "me",
-            "metadata[shot]": "7",
-            "negative_prompt": "",
-            "seed": "-1",
-            "fit": "",
-        }
+        form = {"prompt": PROMPT, "user": "me", "metadata[shot]": "7", "negative_prompt": "", "seed": "-1", "fit": ""}
         made = await site.http.post("/v1/videos", data=form)
         assert made.status_code == 200, made.text
         for name, value in (("n", 2), ("n", True), ("seed", True), ("seed", "x"), ("lora", {}), ("fps", False)):
@@ -280,38 +271,31 @@ async def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path:
         ({"prompt": "   "}, 400, "prompt"),
         ({"prompt": 7}, 400, "prompt"),
         ({"prompt": "x", "seconds": "soon"}, 400, "seconds"),
-        ({"prompt": "x", "seconds": "0"}, 400, "seconds"),
         ({"prompt": "x", "seconds": True}, 400, "seconds"),
-        ({"prompt": "x", "seconds": 61}, 400, "seconds"),
         ({"prompt": "x", "num_frames": 2401}, 400, "num_frames"),
         ({"prompt": "x", "num_frames": 0}, 400, "num_frames"),
         ({"prompt": "x", "num_frames": 80, "seconds": 8}, 400, "seconds"),
-        ({"prompt": "x", "size": "1280x720"}, 400, "size"),
         ({"prompt": "x", "width": 128, "height": 720}, 400, "height"),
         ({"prompt": "x", "seed": -2}, 400, "seed"),
         ({"prompt": "x", "seed": 2**31}, 400, "seed"),
         ({"prompt": "x", "fps": 1000}, 400, "fps"),
         ({"prompt": "x", "num_inference_steps": 40}, 400, "num_inference_steps"),
-        ({"prompt": "x", "model": "sora-2"}, 404, "model"),
         ({"prompt": "x", "extra_body": 5}, 400, "extra_body"),
         ({"prompt": "x", "extra_body": {"prompt": "y"}}, 400, "prompt"),
     ],
 )
-def test_a_request_that_cannot_be_met_names_the_field(body: dict[str, Any], status: int, field: str) -> None:
+async def test_a_request_that_cannot_be_met_names_the_field(body: dict[str, Any], status: int, field: str) -> None:
     given = json.dumps(body).encode()
     messages = iter([{"type": "http.request", "body": given, "more_body": False}])
 
     async def receive() -> Any:
         return next(messages)
 
-    async def read() -> None:
-        headers = [(b"content-type", b"application/json")]
-        request = Request({"type": "http", "headers": headers, "method": "POST"}, receive)
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "headers": headers, "method": "POST"}, receive)
+    with pytest.raises(Problem) as caught:
         wanted, *_ = await read_new_video(request, Engine(Painter(), 8).ready())
         resolve(wanted, Engine(Painter(), 8).ready(), 60.0, "scripted")
-
-    with pytest.raises(Problem) as caught:
-        asyncio.run(read())
     assert (caught.value.status, caught.value.extra["field"]) == (status, field)
     assert field in caught.value.detail or "frames" in caught.value.detail
 
@@ -331,11 +315,8 @@ async def test_bodies_that_are_none_are_refused_in_both_shapes(tmp_path: Path) -
         ):
             sent = await site.http.post("/v1/videos", content=body, headers={"Content-Type": kinds[kind]})
             assert refusal(sent) == said, (kind, body[:20])
-        large = (
-            b'--x\r\nContent-Disposition: form-data; name="p"; filename="p"\r\n\r\n'
-            + b"." * (17 << 20)
-            + b"\r\n--x--\r\n"
-        )
+        head = b'--x\r\nContent-Disposition: form-data; name="p"; filename="p"\r\n\r\n'
+        large = head + bytes(17 << 20) + b"\r\n--x--\r\n"
         sent = await site.http.post("/v1/videos", content=large, headers={"Content-Type": kinds["form"]})
         assert refusal(sent) == (413, None, "too_large")
         assert refusal(await site.http.get("/v1/nothing")) == (404, None, "404")
@@ -452,34 +433,21 @@ async def test_queue_share_and_disk_have_limits_that_say_when_to_come_back(
 
 
 @pytest.mark.slow
-def test_tokens_let_in_as_for_sessions(tmp_path: Path) -> None:
-    view, control = "a-token-to-watch-with", "a-token-to-steer-with"
-    for name, token in (("view", view), ("control", control)):
-        (tmp_path / name).write_text(token)
-
-    async def main(files: dict[str, str], watching: str) -> None:
-        async with making(tmp_path / "jobs", **files) as site:
-            body = {"prompt": PROMPT, "num_frames": 1}
-            for token, status in ((None, 401), ("no-token-of-this-server", 401), (control, 200)):
-                made = await site.http.post("/v1/videos", json=body, headers=bearer(token))
-                assert made.status_code == status
-            path = f"/v1/videos/{made.json()['id']}"
-            await ended(site, made.json()["id"], **bearer(control))
-            for address in (path, f"{path}/content", "/v1/videos", "/v1/models"):
-                assert refusal(await site.http.get(address)) == (401, None, "token")
-                assert (await site.http.get(address, headers=bearer(watching))).status_code == 200
-            if watching == view:
-                for answer in (
-                    await site.http.post("/v1/videos", json=body, headers=bearer(view)),
-                    await site.http.delete(path, headers=bearer(view)),
-                ):
-                    assert refusal(answer) == (403, None, "forbidden")
-            async with client_of(site, control) as client:
-                assert (await client.videos.delete(path.rpartition("/")[2])).deleted
-
-    files = {"control_token_file": str(tmp_path / "control")}
-    asyncio.run(main(files, control))
-    asyncio.run(main(files | {"view_token_file": str(tmp_path / "view")}, view))
+async def test_where_steering_takes_a_token_videos_take_it_for_everything(tmp_path: Path) -> None:
+    """With a token to watch too they are as sessions, see `test_openapi`."""
+    (tmp_path / "control").write_text(token := "a-token-to-steer-with")
+    async with making(tmp_path / "jobs", control_token_file=str(tmp_path / "control")) as site:
+        body = {"prompt": PROMPT, "num_frames": 1}
+        for shown, status in ((None, 401), ("no-token-of-this-server", 401), (token, 200)):
+            made = await site.http.post("/v1/videos", json=body, headers=bearer(shown))
+            assert made.status_code == status
+        id = made.json()["id"]
+        await ended(site, id, **bearer(token))
+        for address in (f"/v1/videos/{id}", f"/v1/videos/{id}/content", "/v1/videos", "/v1/models"):
+            assert refusal(await site.http.get(address)) == (401, None, "token")
+            assert (await site.http.get(address, headers=bearer(token))).status_code == 200
+        async with client_of(site, token) as client:
+            assert (await client.videos.delete(id)).deleted
 
 
 async def test_without_a_folder_the_server_says_how_to_have_videos() -> None:

@@ -129,13 +129,6 @@ def test_who_is_not_watched_gives_nothing_and_who_may_not_either() -> None:
 # ---- capacity and lifetime -------------------------------------------------------------------------------------
 
 
-def test_a_share_is_work_over_playing_time() -> None:
-    capacity = Capacity(chunk_frames=12, steps=4, limit=0.9, start_work_s=0.15)
-    assert capacity.share(40.0, 0.0) == pytest.approx(0.5)  # 0.15 s of work for 0.3 s of video
-    assert capacity.share(20.0, 0.0) == pytest.approx(0.25)
-    assert capacity.share(40.0, 0.0, 2) == pytest.approx(0.5 * 3 / 5), "fewer passes"
-
-
 def test_the_one_too_many_is_told_the_numbers_and_the_first_never_refused() -> None:
     capacity = Capacity(12, 4, 0.9, 0.15)
     assert capacity.refusal([], 5.0) == ""

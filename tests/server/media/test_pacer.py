@@ -99,19 +99,6 @@ def test_nothing_is_shown_while_nobody_watches_and_everything_in_order_afterward
     assert scene.packets[0].key
 
 
-def test_a_paused_stream_still_gives_a_key_frame_to_who_asks() -> None:
-    with _Scene() as scene:
-        encoder = scene.watch()
-        scene.pacer.push(0, _pictures(8), 0)
-        scene.wait(lambda: len(scene.shown) == 8)
-        scene.pacer.set_paused(True)
-        keys = sum(encoded.key for encoded in scene.packets)
-        encoder.request_key()
-        scene.pacer.wake()
-        scene.wait(lambda: sum(encoded.key for encoded in scene.packets) > keys)
-        assert scene.pacer.progress().shown == 8
-
-
 def test_who_joins_a_stream_that_was_paused_before_its_first_frame_sees_it() -> None:
     with _Scene() as scene:
         scene.pacer.set_paused(True)

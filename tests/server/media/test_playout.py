@@ -36,18 +36,6 @@ def take(playout: PlayoutBuffer, until_s: float, from_s: float = 0.0) -> list[tu
     return taken
 
 
-def test_a_burst_is_spread_evenly() -> None:
-    playout = PlayoutBuffer(40)
-    playout.push(0, frames(0, 12))
-    taken = take(playout, 11 / 40)
-    assert [due.frame for _, due in taken] == list(range(12))
-    assert [int(due.picture[0, 0, 0]) for _, due in taken] == list(range(12))
-    assert [due.pts for _, due in taken] == [2250 * slot for slot in range(12)]
-    assert np.allclose(np.diff([now for now, _ in taken]), 1 / 40)
-    assert playout.progress.passed == playout.progress.shown == 12
-    assert playout.progress.repeated == 0
-
-
 def live(seconds: float, chunk_s: Callable[[float], float], lead: int = 24) -> list[tuple[float, PlayoutSlot]]:
     """An engine of chunks of 12 frames, handed over in three pieces, that keeps `lead` frames ahead at most."""
     playout = PlayoutBuffer(40, start_frames=12)
@@ -197,16 +185,6 @@ def test_more_than_the_capacity_drops_the_oldest_and_says_so(monkeypatch: pytest
     assert (playout.buffered, playout.progress.dropped, playout.progress.passed) == (4, 2, 2)
     due = playout.due(0.0)
     assert due is not None and due.frame == 2
-
-
-def test_frames_cannot_come_twice() -> None:
-    playout = PlayoutBuffer(10)
-    playout.push(0, frames(0, 4))
-    with pytest.raises(ValueError):
-        playout.push(3, frames(3, 2))
-    take(playout, 10)
-    with pytest.raises(ValueError):
-        playout.push(2, frames(2, 1))
 
 
 STEPS = st.one_of(

@@ -204,7 +204,7 @@ def test_what_cannot_be_written_is_refused_at_once(text: str) -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
+async def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
     file, show = tmp_path / "outputs", tmp_path / "show.mp4"
     file.write_text(f"\ufeff{show}\n\n  RTMP://host.example/live/Key1\r\n")
     targets = parse_targets(read_targets(str(file)))
@@ -216,13 +216,9 @@ def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
     assert "key1" not in str(caught.value)
     with pytest.raises(ConfigError):
         read_targets(str(tmp_path / "none"))
-
-    async def main(config: ServeConfig) -> None:
-        async with open_site(Config(serve=config)) as site:
-            await site.until(lambda: _statuses(site)[0].frames > 20)
-
     file.write_text(str(show))
-    asyncio.run(main(ServeConfig(outputs_file=str(file))))
+    async with open_site(Config(serve=ServeConfig(outputs_file=str(file)))) as site:
+        await site.until(lambda: _statuses(site)[0].frames > 20)
     assert show.stat().st_size > 1000
 
 

@@ -53,15 +53,11 @@ async def test_a_session_that_was_opened_is_recorded_and_sent_on_until_it_ends(t
         assert len(list(open_clip(tmp_path / "show.mp4"))) >= 40, "complete when the session has ended"
 
 
-async def test_there_is_a_limit_and_without_a_list_nothing_is_allowed(tmp_path: Path) -> None:
+async def test_there_is_a_limit(tmp_path: Path) -> None:
     async with open_site(Config(serve=ServeConfig(output_targets=[str(tmp_path)]))) as site:
         outputs = "/api/sessions/default/outputs"
         answers = [await site.http.post(outputs, json={"target": f"{number}.mp4"}) for number in range(5)]
         assert [each.status_code for each in answers] == [201] * 4 + [422]
-    async with open_site() as site:
-        for target in ("show.mp4", "rtmp://127.0.0.1/live/x"):
-            refused = await site.http.post("/api/sessions/default/outputs", json={"target": target})
-            assert (refused.status_code, refused.json()["field"]) == (422, "target")
 
 
 @pytest.mark.parametrize(

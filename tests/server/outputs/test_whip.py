@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,22 +88,15 @@ async def media_server() -> AsyncIterator[MediaServer]:
         await serving
 
 
-def _play(
-    scene: Callable[[Site, MediaServer], Awaitable[None]],
-    after: Callable[[MediaServer], None],
-    host: str = "",
-    listed: str = "",
-) -> None:
-    async def main() -> None:
-        async with media_server() as taking:
-            taking.host = host
-            url = f"whip+http://token%2Fof%20this%2Btest@127.0.0.1:{taking.port}/whip/{ROOM}"
-            targets = [f"whip+http://{listed}:{taking.port}/"] if listed else []
-            async with open_site(Config(serve=ServeConfig(outputs=[url], output_targets=targets))) as site:
-                await scene(site, taking)
-            after(taking)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def published(host: str = "", listed: str = "") -> AsyncIterator[tuple[Site, MediaServer]]:
+    """A server that publishes its session to a media server."""
+    async with media_server() as taking:
+        taking.host = host
+        url = f"whip+http://token%2Fof%20this%2Btest@127.0.0.1:{taking.port}/whip/{ROOM}"
+        targets = [f"whip+http://{listed}:{taking.port}/"] if listed else []
+        async with open_site(Config(serve=ServeConfig(outputs=[url], output_targets=targets))) as site:
+            yield site, taking
 
 
 async def _key_frames(site: Site) -> float:
@@ -112,14 +105,17 @@ async def _key_frames(site: Site) -> float:
 
 
 def _sent(site: Site) -> output.OutputStatus:
-    sent = site.state.outputs[0].status
-    return sent
+    return site.state.outputs[0].status
 
 
-def test_a_session_is_published_and_comes_back_when_the_media_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What broke off is tried again at once."""
     monkeypatch.setattr(output, "BACK_OFF_S", (0.2,))
 
-    async def scene(site: Site, taking: MediaServer) -> None:
+
+async def test_a_session_is_published_and_comes_back_when_the_media_server_does(soon: None) -> None:
+    async with published() as (site, taking):
         for restarts in range(2):
             await site.until(lambda: taking.track is not None)
             for _ in range(30):
@@ -137,42 +133,30 @@ def test_a_session_is_published_and_comes_back_when_the_media_server_does(monkey
         assert "whip+http://127.0.0.1" in told
         assert ROOM not in told
         assert "token" not in told
-
-    def after(taking: MediaServer) -> None:
-        bearer = f"Bearer {TOKEN}"
-        post, delete = ("POST", bearer, "application/sdp"), ("DELETE", bearer, "")
-        assert taking.heard == [post, post, delete, post, delete]  # the first is sent on to another address
-
-    _play(scene, after)
+    bearer = f"Bearer {TOKEN}"
+    post, delete = ("POST", bearer, "application/sdp"), ("DELETE", bearer, "")
+    assert taking.heard == [post, post, delete, post, delete]  # the first is sent on to another address
 
 
 @pytest.mark.parametrize("listed", ["", "localhost"])
-def test_another_server_that_the_media_server_names_is_asked_if_it_is_listed_and_without_the_token(listed: str) -> None:
-    async def scene(site: Site, taking: MediaServer) -> None:
-        await site.until(lambda: _sent(site).state == "sending")
-
-    def after(taking: MediaServer) -> None:
-        deleted = [each for each in taking.heard if each[0] == "DELETE"]
-        assert deleted == ([("DELETE", "", "")] if listed else [])
-
-    _play(scene, after, host="localhost", listed=listed)
-
-
-@pytest.mark.parametrize("listed", ["", "localhost"])
-def test_a_redirect_to_another_server_is_followed_if_that_is_listed(
-    listed: str, monkeypatch: pytest.MonkeyPatch
+async def test_another_server_that_the_media_server_names_is_asked_if_it_is_listed_and_without_the_token(
+    listed: str,
 ) -> None:
-    monkeypatch.setattr(output, "BACK_OFF_S", (0.2,))
+    async with published("localhost", listed) as (site, taking):
+        await site.until(lambda: _sent(site).state == "sending")
+    deleted = [each for each in taking.heard if each[0] == "DELETE"]
+    assert deleted == ([("DELETE", "", "")] if listed else [])
 
-    async def scene(site: Site, taking: MediaServer) -> None:
-        await site.until(lambda: _sent(site).state == "sending" if listed else "redirects" in _sent(site).reason)
 
-    def after(taking: MediaServer) -> None:
-        posts = [token for method, token, _ in taking.heard if method == "POST"]
-        assert (posts == [f"Bearer {TOKEN}", ""]) if listed else set(posts) == {f"Bearer {TOKEN}"}
-
+@pytest.mark.parametrize("listed", ["", "localhost"])
+async def test_a_redirect_to_another_server_is_followed_if_that_is_listed(
+    listed: str, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(MediaServer, "elsewhere", "localhost")
-    _play(scene, after, listed=listed)
+    async with published(listed=listed) as (site, taking):
+        await site.until(lambda: _sent(site).state == "sending" if listed else "redirects" in _sent(site).reason)
+    posts = [token for method, token, _ in taking.heard if method == "POST"]
+    assert (posts == [f"Bearer {TOKEN}", ""]) if listed else set(posts) == {f"Bearer {TOKEN}"}
 
 
 async def _endless(piece: bytes, pause_s: float) -> AsyncIterator[bytes]:
@@ -182,20 +166,17 @@ async def _endless(piece: bytes, pause_s: float) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize(("piece", "pause_s", "reason"), [(b"v" * 100_000, 0.0, "256 KiB"), (b"v", 0.05, "no whole")])
-def test_an_answer_without_an_end_is_given_up(
+async def test_an_answer_without_an_end_is_given_up(
     piece: bytes, pause_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "WHIP_CONNECT_S", 60.0 if "KiB" in reason else 1.0)
-
-    async def scene(site: Site, taking: MediaServer) -> None:
+    async with published() as (site, taking):
         taking.refusal = StreamingResponse(_endless(piece, pause_s), 201)
         await site.until(lambda: reason in _sent(site).reason)
 
-    _play(scene, lambda taking: None)
 
-
-def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:
-    async def scene(site: Site, taking: MediaServer) -> None:
+async def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:
+    async with published() as (site, taking):
         await site.until(lambda: taking.track is not None)
         await taking.frame()
         assert taking.pc is not None
@@ -205,8 +186,6 @@ def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:
         for _ in range(120):  # long before the next one that comes by itself
             await taking.frame()
         assert await _key_frames(site) > before
-
-    _play(scene, lambda taking: None)
 
 
 @pytest.mark.parametrize(
@@ -218,19 +197,13 @@ def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:
     ],
     ids=["forbidden", "nonsense", "no address"],
 )
-def test_what_the_media_server_makes_impossible_is_told(
-    refusal: Response, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output, "BACK_OFF_S", (0.2,))
-
-    async def scene(site: Site, taking: MediaServer) -> None:
+async def test_what_the_media_server_makes_impossible_is_told(refusal: Response, reason: str, soon: None) -> None:
+    async with published() as (site, taking):
         taking.refusal = refusal
         await site.until(lambda: _sent(site).reason.startswith(reason))
         taking.refusal = None
         await site.until(lambda: taking.track is not None)
         await taking.frame()
-
-    _play(scene, lambda taking: None)
 
 
 async def test_nobody_there_is_told() -> None:

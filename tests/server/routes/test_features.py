@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +23,7 @@ from tests.server.conftest import Site, bearer, open_site
 from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
 from tests.server.scripted import CHUNK_FRAMES, CHUNK_SHAPE, COLOURS, INFO
 
-RAW_ONE = {"normalised": "no"}
+RAW_ONE, READY = {"normalised": "no"}, Ready(**asdict(INFO))
 
 
 def embeds(colour: str, rows: int = 2) -> Tensor:
@@ -247,21 +248,15 @@ class Watched(io.BytesIO):
         return data
 
 
-def ready() -> Ready:
-    from dataclasses import asdict
-
-    return Ready(**asdict(INFO))
-
-
 @pytest.mark.parametrize("good", [True, False])
 def test_no_more_than_the_header_is_read_before_it_is_found_good(good: bool) -> None:
     chunks = torch.zeros(2000, *(CHUNK_SHAPE if good else (3, 2, 2, 3)))
     data = file_of("video_latents", chunks)
     file: BinaryIO = Watched(data)
     if good:
-        check_file("video_latents", file, len(data), ready())
+        check_file("video_latents", file, len(data), READY)
     else:
         with pytest.raises(RequestError) as caught:
-            check_file("video_latents", file, len(data), ready())
+            check_file("video_latents", file, len(data), READY)
         assert caught.value.field == "video_latents"
     assert isinstance(file, Watched) and file.taken < 1000 < len(data) and file.tell() == 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.config import Config, ServeConfig
+from streamdiff.config import Config
 from streamdiff.engine.messages import Failed, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server.app import create_app
@@ -19,19 +19,15 @@ from streamdiff.server.routes.bodies import JSON
 from streamdiff.server.routes.webrtc import SDP_TYPE, TRICKLE_TYPE
 from streamdiff.server.sessions import manager
 from streamdiff.server.sessions.live_session import OPENING
-from tests.server.conftest import Site, bearer, run_scene
+from tests.server.conftest import CONTROL, VIEW, bearer, locked, open_site
 
 pytestmark = pytest.mark.slow
-VIEW, CONTROL = "a-token-to-watch-with", "a-token-to-steer-with"
 EVERYBODY: dict[str, list[str]] = {}
 
 
 def _locked(folder: Path) -> Config:
-    (folder / "v").write_text(VIEW)
-    (folder / "c").write_text(CONTROL)
-    files = {"view_token_file": str(folder / "v"), "control_token_file": str(folder / "c")}
     # There is enough room, for 503 is a server error to schemathesis; and sessions that it opens do not stay.
-    return Config(serve=ServeConfig(**files, max_utilization=10.0, idle_s=1.0, jobs_dir=str(folder / "jobs")))
+    return locked(folder, max_utilization=10.0, idle_s=1.0, jobs_dir=str(folder / "jobs"))
 
 
 def _operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
@@ -43,8 +39,8 @@ def _filled(path: str) -> str:
     return path.replace("{session}", "default").replace("{id}", "nobody")
 
 
-def test_each_operation_says_which_token_it_needs_and_needs_it(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
+async def test_each_operation_says_which_token_it_needs_and_needs_it(tmp_path: Path) -> None:
+    async with open_site(_locked(tmp_path)) as site:
         described = (await site.http.get("/api/openapi.json")).json()
         scheme = described["components"]["securitySchemes"]["token"]
         assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
@@ -64,8 +60,6 @@ def test_each_operation_says_which_token_it_needs_and_needs_it(tmp_path: Path) -
             needs.add((need, asks))
         assert needs == {("nothing", False), ("watch", False), ("steer", False), ("watch", True), ("steer", True)}
 
-    run_scene(scene, _locked(tmp_path))
-
 
 def test_every_error_that_is_described_is_a_problem_document_or_one_of_openai_s() -> None:
     for path, method, operation in _operations(create_app(Config()).openapi()):
@@ -80,8 +74,8 @@ def test_every_error_that_is_described_is_a_problem_document_or_one_of_openai_s(
             assert all(schema.get("required") == ["error", "detail"] for schema in schemas), (path, method)
 
 
-def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
+async def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path) -> None:
+    async with open_site(_locked(tmp_path)) as site:
         described = (await site.http.get("/api/openapi.json")).json()["paths"]
         assert {"/whep", "/whep/{session}", "/whep/{session}/{id}", "/api/sessions", "/frame.jpg"} <= set(described)
         for path, methods in described.items():
@@ -91,8 +85,6 @@ def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path)
                 if (await site.http.request(method, _filled(path))).status_code != 405
             }
             assert answered == set(methods) | ({"head"} if "get" in methods else set()), path
-
-    run_scene(scene, _locked(tmp_path))
 
 
 WENT = Restarting("it was killed", 3)
@@ -108,21 +100,21 @@ ENGINES: dict[str, tuple[list[Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_nothing_that_is_asked_fails_whatever_the_engine_does(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_that_is_asked_fails_whatever_the_engine_does(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What cannot be had is answered 503 with a code and when to ask again, or 504 by an engine that hangs."""
     events, state, session_state, code = ENGINES[engine]
     for module, name in ((control, "ANSWER_TIMEOUT_S"), (sessions, "SAVE_TIMEOUT_S"), (manager, "OPEN_TIMEOUT_S")):
         monkeypatch.setattr(module, name, 0.2)
-
-    async def scene(site: Site) -> None:
-        sessions, peer = site.state.manager, await site.offer()
+    async with open_site() as site:
+        opened, peer = site.state.manager, await site.offer()
         bodies = {JSON: b'{"type": "prompt", "prompt": "blue"}', SDP_TYPE: peer.pc.localDescription.sdp}
-        default = sessions.get("default")
-        assert default is not None
+        default = site.live
         with site.client.held():
             for event in events:
                 await site.client.inject(site.client.ready if event == "ready" else event)
-            await site.until(lambda: (sessions.engine.state, default.engine.state) == (state, session_state))
+            await site.until(lambda: (opened.engine.state, default.engine.state) == (state, session_state))
             for path, method, operation in _operations((await site.http.get("/api/openapi.json")).json()):
                 if (method, path) == ("delete", "/api/sessions/{session}"):
                     continue
@@ -138,20 +130,15 @@ def test_nothing_that_is_asked_fails_whatever_the_engine_does(engine: str, monke
             asked = await site.http.get("/api/sessions/default/snapshot")
             assert asked.json()["code"] == code
 
-    run_scene(scene)
-
 
 @pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.soak)])
-def test_what_schemathesis_thinks_of_is_answered_as_described(tmp_path: Path, examples: int) -> None:
+async def test_what_schemathesis_thinks_of_is_answered_as_described(tmp_path: Path, examples: int) -> None:
     """Requests made from the description, so many for each operation, valid ones and others. Half of them are about the
     session that is there."""
-
-    async def scene(site: Site) -> None:
+    async with open_site(_locked(tmp_path)) as site:
         await site.until(lambda: site.state.manager.sessions[0].playback.pacer.picture() is not None)
         said = await asyncio.to_thread(_schemathesis, f"{site.base}/api/openapi.json", examples)
         assert {200, 201, 400, 404, 422} <= said, "and not only refused"
-
-    run_scene(scene, _locked(tmp_path))
 
 
 def _schemathesis(url: str, examples: int) -> set[int]:

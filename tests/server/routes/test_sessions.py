@@ -15,7 +15,7 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Close, Open, SetMaxAhead, Shown
 from streamdiff.server.routes import schemas
 from streamdiff.server.sessions import manager
-from tests.server.conftest import Peer, Site, bearer, open_site
+from tests.server.conftest import Site, bearer, open_site
 from tests.server.scripted import CHUNK_FRAMES, Painter
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
@@ -35,19 +35,12 @@ async def _open(site: Site, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def _watch(site: Site, session: str) -> Peer:
-    peer = await site.offer()
-    response = await site.post(peer, session=session)
-    assert response.status_code == 201, response.text
-    return peer
-
-
 async def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
     async with served() as site:
         blue, green = await _open(site, prompt="blue"), await _open(site, prompt="green", seed=5)
         peers = {
-            "blue": await _watch(site, blue["id"]),
-            "green": await _watch(site, green["id"]),
+            "blue": await site.watch(session=blue["id"]),
+            "green": await site.watch(session=green["id"]),
             "red": await site.watch(),
         }
         for _ in range(3 * CHUNK_FRAMES):
@@ -73,7 +66,7 @@ async def test_a_session_is_shown_listed_and_ended() -> None:
         assert (sent.steps, sent.kv_context, sent.max_ahead_frames) == (4, "clean", 12), "0.6 s at 20 frames per second"
         listed = (await site.http.get("/api/sessions")).json()
         assert [each["id"] for each in listed["sessions"]] == ["default", opened["id"]]
-        peer = await _watch(site, opened["id"])
+        peer = await site.watch(session=opened["id"])
         await peer.message({"type": "hello"})
         assert (await site.http.delete(path, headers=opened["headers"])).status_code == 200
         assert (await peer.message({"type": "session_ended"}))["reason"] == "deleted"
@@ -92,22 +85,6 @@ async def test_a_session_is_shown_listed_and_ended() -> None:
         assert Close(opened["id"]) in site.client.sent
 
 
-async def test_pause_resume_and_reset() -> None:
-    async with served() as site:
-        opened = await _open(site, prompt="green")
-        path = f"/api/sessions/{opened['id']}"
-
-        async def post(act: str) -> dict[str, Any]:
-            answer: dict[str, Any] = (await site.http.post(f"{path}/{act}", headers=opened["headers"])).json()
-            return answer
-
-        assert (await post("pause"))["session"]["paused"] is True
-        assert (await post("resume"))["session"]["paused"] is False
-        before = (await site.http.get(path)).json()["rev"]
-        reset = await post("reset")
-        assert (reset["receipts"][0]["kind"], reset["session"]["rev"]) == ("reset", before + 1)
-
-
 async def test_what_a_change_may_hold() -> None:
     painter = Painter(chunk_s=0.02)
     async with served(painter) as site:
@@ -122,7 +99,7 @@ async def test_what_a_change_may_hold() -> None:
         after = answer.json()["session"]
         assert (after["prompt"], after["seed"], after["fps"]) == ("blue", 9, 30.0)
         assert SetMaxAhead(session, 18) in site.client.sent
-        peer = await _watch(site, session)
+        peer = await site.watch(session=session)
         await _until_colour(peer, "blue")
         [receipt] = (await patch(prompt="yellow", switch="recache")).json()["receipts"]
         assert receipt["switch"] == "recache"
@@ -139,21 +116,15 @@ async def test_what_a_change_may_hold() -> None:
 
 # What the models refuse is compared with the description in `test_schemas`.
 BAD_NEW = [
-    (b"{", 400, ""),
     (b"\xff\xfe", 400, ""),
-    (b"[]", 422, ""),
-    (b'{"promt": "red"}', 422, "promt"),
     (b'{"prompt": "a\\u0000b"}', 422, "prompt"),
     (b'{"seed": "7"}', 422, "seed"),
     (b'{"size": "64x64"}', 422, "size"),
-    (b'{"steps": 3}', 422, "steps"),
     (b'{"fps": NaN}', 422, "fps"),
     (b'{"prompt": "' + b"x" * 15_000_000 + b'"}', 413, ""),
 ]
 BAD_CHANGE = [
-    (b"", 422, ""),
     (b'{"switch": "flush"}', 422, "switch"),
-    (b'{"steps": 3}', 422, "steps"),
     (b'{"steps": 2, "prompt": ""}', 422, "prompt"),
     (b'{"if_rev": -1, "prompt": "red"}', 422, "if_rev"),
 ]
@@ -239,24 +210,6 @@ async def test_a_session_that_ends_before_the_engine_has_opened_it_is_closed_the
         await site.http.delete(f"/api/sessions/{session['id']}", headers=session["headers"])
 
 
-async def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> None:
-    async with served(Painter(chunk_s=0.01, fits=2)) as site:
-        await _open(site)
-        refused = await site.http.post("/api/sessions", json={})
-        assert (refused.status_code, refused.json()["code"]) == (503, "memory")
-        assert "retry-after" in refused.headers
-        assert len((await site.http.get("/api/sessions")).json()["sessions"]) == 2
-
-
-async def _until_corner(peer: Peer, *, white: bool) -> None:
-    """Wait until the pictures show that chunks have fewer steps than usual, or that they have not."""
-    for _ in range(400):
-        corner = (await peer.frame()).to_ndarray(format="rgb24")[4:20, 4:20]
-        if (corner.min() > 200) == white:
-            return
-    raise AssertionError(f"the corner never became {'white' if white else 'coloured'}")
-
-
 async def test_more_steps_and_faster_playback_need_room_too() -> None:
     async with served(Painter(chunk_s=0.1)) as site:
         await (await site.watch()).frame()
@@ -277,7 +230,7 @@ async def test_a_session_that_fails_ends_with_a_reason_and_the_others_play() -> 
     async with served() as site:
         session = await _open(site, prompt="blue")
         path = f"/api/sessions/{session['id']}"
-        viewer, owner = await _watch(site, session["id"]), await site.offer()
+        viewer, owner = await site.watch(session=session["id"]), await site.offer()
         await site.post(owner, session=session["id"], token=session["control_token"])
         for peer in (viewer, owner):
             await peer.message({"type": "hello"})
@@ -307,8 +260,7 @@ async def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() ->
 
 async def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> None:
     async with served(pause_after_s=0.3) as site:
-        live = site.state.manager.get("default")
-        assert live is not None
+        live = site.live
         first = await site.watch()
         await first.frame()
         await first.pc.close()

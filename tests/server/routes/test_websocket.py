@@ -10,21 +10,13 @@ from typing import Any
 
 import pytest
 
-from streamdiff.config import Config, ServeConfig
 from streamdiff.server.routes import control
-from tests.server.conftest import LIMIT_S, bearer, open_site
+from tests.server.conftest import CONTROL, LIMIT_S, VIEW, bearer, locked, open_site
 from tests.server.socket_client import SocketClient
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
 pytestmark = pytest.mark.slow
 PATH = "/api/sessions/default/control"
-VIEW, CONTROL = "a-token-to-watch-with", "a-token-to-steer-with"
-
-
-def _locked(tmp_path: Path) -> Config:
-    (tmp_path / "v").write_text(VIEW)
-    (tmp_path / "c").write_text(CONTROL)
-    return Config(serve=ServeConfig(view_token_file=str(tmp_path / "v"), control_token_file=str(tmp_path / "c")))
 
 
 async def test_receipts_follow_steps_to_the_screen_beside_a_prompt() -> None:
@@ -90,7 +82,7 @@ async def test_two_controllers_the_last_one_wins_and_a_stale_one_is_told() -> No
 
 
 async def test_viewers_read_only(tmp_path: Path) -> None:
-    async with open_site(_locked(tmp_path)) as site:
+    async with open_site(locked(tmp_path)) as site:
         assert (await site.http.get("/")).status_code == 200, "the page holds no secret"
         assert (await site.http.get("/healthz")).status_code == 200
         for path in ("/api/state", "/frame.jpg", "/api/sessions", "/api/sessions/default", "/metrics"):
@@ -128,8 +120,7 @@ async def test_viewers_read_only(tmp_path: Path) -> None:
 
 async def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
     async with open_site() as site:
-        live = site.state.manager.get("default")
-        assert live is not None
+        live = site.live
         reads = await SocketClient.connect(site.base, PATH)
         stuck = await SocketClient.connect(site.base, PATH, receive_bytes=4096)
         assert site.state.sockets.count == 2
@@ -203,20 +194,11 @@ async def test_events_tell_each_state_to_who_may_watch_and_end_with_the_session(
         assert (await site.http.get(EVENTS.format("nobody"))).status_code == 404
 
 
-async def test_events_take_a_token_where_the_server_has_one_to_watch(tmp_path: Path) -> None:
-    async with open_site(_locked(tmp_path)) as site:
-        address = EVENTS.format("default")
-        assert (await site.http.get(address)).status_code == 401
-        async with site.http.stream("GET", address, headers=bearer(VIEW)) as stream:
-            assert (await _event(stream.aiter_lines(), "hello"))["role"] == "viewer"
-
-
 async def test_of_events_that_nobody_reads_the_newest_is_kept_and_they_hold_up_no_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with open_site() as site:
-        live = site.state.manager.get("default")
-        assert live is not None
+        live = site.live
         events = control._events(live)
         await anext(events)
         for number in range(1000):

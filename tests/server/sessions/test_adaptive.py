@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 import pytest
 
-from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Open
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server import load
-from tests.server.conftest import Peer, Site, bearer, open_site
+from tests.server.conftest import Peer, Site, bearer
+from tests.server.routes.test_sessions import served
 from tests.server.scripted import Painter
 
 pytestmark = pytest.mark.slow
-
-
-def _site(painter: Painter, **serve: Any) -> AbstractAsyncContextManager[Site]:
-    return open_site(Config(serve=ServeConfig(**serve)), painter)
 
 
 @pytest.fixture
@@ -32,9 +27,7 @@ def measured_only(monkeypatch: pytest.MonkeyPatch) -> None:
 async def _open(site: Site, **body: Any) -> httpx.Response:
     response = await site.http.post("/api/sessions", json=body)
     if response.status_code == 201:
-        peer = await site.offer()
-        assert (await site.post(peer, session=response.json()["id"])).status_code == 201
-        await peer.frame()
+        await (await site.watch(session=response.json()["id"])).frame()
     return response
 
 
@@ -59,7 +52,7 @@ def _now(state: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.usefixtures("measured_only")
 async def test_steps_go_down_when_another_comes_and_come_back_when_it_has_gone() -> None:
-    async with _site(Painter(chunk_s=0.12), adaptive=True) as site:  # each takes 0.6 of the time, in fewer steps 0.36
+    async with served(Painter(chunk_s=0.12), adaptive=True) as site:  # each takes 0.6 of the time, in fewer steps 0.36
         peer = await site.watch()
         await _until_corner(peer, white=False)
         other = await _open(site, prompt="blue")
@@ -91,7 +84,7 @@ async def test_steps_go_down_when_another_comes_and_come_back_when_it_has_gone()
 
 @pytest.mark.usefixtures("measured_only")
 async def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
-    async with _site(Painter(chunk_s=0.2), adaptive=True, max_utilization=0.95) as site:
+    async with served(Painter(chunk_s=0.2), adaptive=True, max_utilization=0.95) as site:
         peer = await site.watch()
         await _until_corner(peer, white=True)  # alone, it takes all of the time
         rigid = await _open(site, adaptive=False)
@@ -115,7 +108,7 @@ async def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None
         def chunk_compute_s(self) -> float:
             return 0.001
 
-    async with _site(TooCheap(chunk_s=0.3), adaptive=True) as site:  # and a chunk is shown for 0.2
+    async with served(TooCheap(chunk_s=0.3), adaptive=True) as site:  # and a chunk is shown for 0.2
         peer = await site.watch()
         await _until_corner(peer, white=False)
         await _until_corner(peer, white=True)
@@ -124,7 +117,7 @@ async def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None
 
 @pytest.mark.usefixtures("measured_only")
 async def test_an_engine_that_comes_back_goes_on_with_what_load_leaves() -> None:
-    async with _site(Painter(chunk_s=0.2), adaptive=True) as site:
+    async with served(Painter(chunk_s=0.2), adaptive=True) as site:
         peer = await site.watch()
         await peer.message({"type": "state", "steps": 2, "asked_steps": 4})
         await site.client.inject(Restarting("it was lost", 1))

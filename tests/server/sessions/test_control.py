@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.server.sessions.control import (
-    ControlError,
-    PromptMessage,
-    RequestTracker,
-    StepsMessage,
-    parse,
-)
+from streamdiff.server.sessions.control import ControlError, PromptMessage, RequestTracker, StepsMessage, parse
 
 
 @pytest.mark.parametrize(
@@ -100,18 +94,6 @@ def test_any_json_is_a_control_or_a_control_error(value: object) -> None:
         assert error.code
 
 
-@given(st.text())
-def test_a_prompt_that_passes_has_no_odd_space(text: str) -> None:
-    try:
-        message = parse(json.dumps({"type": "prompt", "prompt": text}))
-    except ControlError:
-        return
-    assert isinstance(message, PromptMessage)
-    prompt = message.prompt
-    assert prompt == " ".join(prompt.split()) != ""
-    assert prompt.encode()
-
-
 def test_a_request_is_followed_to_the_screen() -> None:
     tracker = RequestTracker()
     request = tracker.begin(PromptMessage(type="prompt", id=7, prompt="a"), "me", 1.0)
@@ -126,16 +108,6 @@ def test_a_request_is_followed_to_the_screen() -> None:
     assert [message[name] for name in ("stage", "chunk", "frame", "pts", "id")] == ["shown", 5, 60, 135_000, 7]
     assert math.isclose(shown.lag_s, 0.5)
     assert tracker.shown(61, 3, 1.6) == []
-
-
-def test_a_prompt_that_was_overtaken_is_superseded() -> None:
-    tracker = RequestTracker()
-    first = tracker.begin(PromptMessage(type="prompt", id=1, prompt="a"), "me", 0.0)
-    second = tracker.begin(PromptMessage(type="prompt", id=2, prompt="b"), "you", 0.0)
-    tracker.accepted(first, 1, "a", "", 0.1)
-    tracker.accepted(second, 2, "b", "", 0.1)
-    receipts = tracker.applied(2, 10, 0.2)
-    assert [(receipt.owner, receipt.stage) for receipt in receipts] == [("me", "superseded"), ("you", "applied")]
 
 
 def test_the_book_does_not_grow() -> None:

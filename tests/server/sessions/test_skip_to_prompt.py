@@ -24,9 +24,7 @@ async def opened() -> AsyncIterator[tuple[Site, LiveSession]]:
     """A server whose engine is fast, and its default session."""
     config = Config(playback=PlaybackConfig(max_ahead_s=LEAD_S))
     async with open_site(config, Painter(chunk_s=0.001)) as site:
-        session = site.state.manager.get("default")
-        assert session is not None
-        yield site, session
+        yield site, site.live
 
 
 async def prompt(site: Site, text: str) -> SetPrompt:

@@ -48,23 +48,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(60):
-        while not await holds():
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.slow
 async def test_the_stream_follows_the_file_and_goes_on_from_its_prompt_at_the_end(tmp_path: Path) -> None:
     async with served(with_file(video(tmp_path / "a.mp4", 30))) as site:
         assert (await state(site))["input"] == {"kind": "file", "strength": 0.4, "fault": ""}
         assert not [each for each in site.client.sent if isinstance(each, InputFrames)], "nobody watches yet"
         viewer = await site.watch()
-
-        async def over() -> bool:
-            return (await state(site))["input"] is None
-
-        await until(over)
+        await site.until(lambda: site.live.input is None)
+        assert (await state(site))["input"] is None
         [first, *_] = [each for each in site.client.sent if isinstance(each, InputFrames)]
         assert np.abs(np.median(first.pictures.reshape(-1, 3), axis=0) - GREEN).max() < 30
         assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.4, None]
@@ -140,16 +131,16 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("fps", [1000, 7])
-def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, now: list[float]) -> None:
+async def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, now: list[float]) -> None:
     """Whatever the rate: what is waited for is the time between frames."""
     path, came = video(tmp_path / "a.mp4", 12, fps, (64, 48)), list[float]()
-    asyncio.run(play(path, push=lambda frame: came.append(now[0]), wanted=lambda: True))
+    await play(path, push=lambda frame: came.append(now[0]), wanted=lambda: True)
     assert len(came) == 12
     assert np.allclose(np.diff(came), 1 / fps, atol=1e-3)
     assert np.isclose(now[0] - came[-1], 1 / fps, atol=1e-3), "the last one has its time too"
 
 
-def test_a_damaged_packet_is_left_out_and_the_file_plays_on(tmp_path: Path, now: list[float]) -> None:
+async def test_a_damaged_packet_is_left_out_and_the_file_plays_on(tmp_path: Path, now: list[float]) -> None:
     path, came = tmp_path / "a.mp4", list[float]()
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=25)
@@ -162,7 +153,7 @@ def test_a_damaged_packet_is_left_out_and_the_file_plays_on(tmp_path: Path, now:
     at, length = places[5]
     data = path.read_bytes()
     path.write_bytes(data[:at] + b"\xff" * length + data[at + length :])
-    asyncio.run(play(str(path), push=lambda frame: came.append(now[0]), wanted=lambda: True))
+    await play(str(path), push=lambda frame: came.append(now[0]), wanted=lambda: True)
     assert len(came) == 9 and came[-1] - came[0] == pytest.approx(9 / 25), "each in its own time"
 
 

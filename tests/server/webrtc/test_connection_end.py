@@ -12,7 +12,7 @@ import aioice
 import httpx
 import psutil
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection
+from aiortc import RTCPeerConnection
 
 from streamdiff.server.peers import SlotPool
 from streamdiff.server.sessions.live_session import LiveSession
@@ -20,6 +20,7 @@ from streamdiff.server.webrtc import peer_connections
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Peer, Peers, Viewer, Viewers
 from tests.server.conftest import Site, open_site
+from tests.server.webrtc.test_sdp import _offer  # a good one, of a peer that has left
 
 
 @pytest.mark.slow
@@ -77,17 +78,6 @@ def _held() -> tuple[set[str], int]:
     return {name for name in names if name.startswith(parts)}, psutil.Process().num_fds()
 
 
-async def _offer_of_nobody() -> str:
-    """A good offer of a peer that has left: it never answers."""
-    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-    pc.addTransceiver("video", direction="recvonly")
-    pc.createDataChannel("control")
-    await pc.setLocalDescription(await pc.createOffer())
-    text = str(pc.localDescription.sdp)
-    await pc.close()
-    return text
-
-
 async def _post(site: Site, offer: str) -> httpx.Response:
     response = await site.http.post("/whep", content=offer, headers={"Content-Type": "application/sdp"})
     assert response.status_code == 201, response.text
@@ -102,7 +92,7 @@ async def _ice_only(site: Site) -> tuple[httpx.Response, aioice.Connection]:
     """A viewer that finds the way to the server and then says nothing, so that DTLS never gets done."""
     peer = aioice.Connection(ice_controlling=True)
     await peer.gather_candidates()
-    offer = re.sub(r"a=(candidate|end-of-candidates).*\r\n", "", await _offer_of_nobody())
+    offer = re.sub(r"a=(candidate|end-of-candidates).*\r\n", "", await _offer("video"))
     offer = re.sub(r"a=ice-ufrag:.*", f"a=ice-ufrag:{peer.local_username}\r", offer)
     offer = re.sub(r"a=ice-pwd:.*", f"a=ice-pwd:{peer.local_password}\r", offer)
     own = "".join(f"a=candidate:{each.to_sdp()}\r\n" for each in peer.local_candidates)
@@ -126,7 +116,7 @@ async def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatc
     monkeypatch.setattr(peer_connections, "CLOSE_S", 0.0)
 
     async with open_site() as site:
-        offer = await _offer_of_nobody()
+        offer = await _offer("video")
         await _delete(site, await _post(site, offer))
         before, files = _held()
         assert not before
@@ -190,14 +180,10 @@ async def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_sl
         async def _end(self, peer: Peer, end: str) -> None:
             self._unregister(peer)
 
-    slots, session, pc = (
-        SlotPool(1, 1.0, "viewers", "serve.max_viewers"),
-        SimpleNamespace(id="s"),
-        RTCPeerConnection(),
-    )
+    slots, pc = SlotPool(1, 1.0, "viewers", "serve.max_viewers"), RTCPeerConnection()
     connections = Connections(slots, IceServers([]))
     await pc.close()
     slots.take("::1")
-    connections._register(Peer(session, pc, "::1", None))  # type: ignore[arg-type]
+    connections._register(Peer(SimpleNamespace(id="s"), pc, "::1", None))  # type: ignore[arg-type]
     await asyncio.gather(*connections._closing)
     assert slots.count == 0

@@ -17,12 +17,7 @@ from tests.server.conftest import Peer, Site, open_site
 def _reopen(peer: Peer) -> None:
     """Open another channel `control` on a peer's connection. Mutates: peer."""
     peer.messages.clear()
-    peer.channel = peer.pc.createDataChannel("control")
-
-    @peer.channel.on("message")
-    def on_message(text: str) -> None:
-        peer.messages.append(json.loads(text))
-        peer.arrived.set()
+    peer.open_channel()
 
 
 async def test_a_control_channel_that_was_closed_may_be_opened_again_and_a_second_one_beside_it_may_not() -> None:
@@ -165,27 +160,19 @@ async def test_text_that_is_not_utf8_is_answered(caplog: pytest.LogCaptureFixtur
     assert "Traceback" not in caplog.text
 
 
-def _open_again(peer: Peer) -> tuple[int, int, bytes]:
-    return peer.channel.id, WEBRTC_DCEP, b"\x03" + bytes(11)
-
-
-def _label_of_bytes(peer: Peer) -> tuple[int, int, bytes]:
-    return 101, WEBRTC_DCEP, b"\x03" + bytes(8) + b"\x01\x00\x00" + b"\xff"
-
-
-def _acknowledge_nothing(peer: Peer) -> tuple[int, int, bytes]:
-    return 101, WEBRTC_DCEP, b"\x02"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("message", [_open_again, _label_of_bytes, _acknowledge_nothing])
+@pytest.mark.parametrize(
+    ("stream", "packet"),
+    [(None, b"\x03" + bytes(11)), (101, b"\x03" + bytes(8) + b"\x01\x00\x00" + b"\xff"), (101, b"\x02")],
+    ids=["opened again", "a label of bytes", "nothing acknowledged"],
+)
 async def test_a_peer_whose_channel_packets_cannot_be_read_is_let_go_in_one_line(
-    message: Callable[[Peer], tuple[int, int, bytes]], caplog: pytest.LogCaptureFixture
+    stream: int | None, packet: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
-        await peer.pc.sctp._send(*message(peer))
+        await peer.pc.sctp._send(stream or peer.channel.id, WEBRTC_DCEP, packet)
         await site.until(lambda: site.state.viewers.count == 0)
         assert _ended(site, "data_malformed")
     assert "Traceback" not in caplog.text

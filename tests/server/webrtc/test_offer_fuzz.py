@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection
 from fastapi import FastAPI
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.webrtc import peer_connections
 from tests.server.conftest import InMemoryClient
 from tests.server.scripted import Painter
-from tests.server.webrtc.test_sdp import BAD_CANDIDATES
+from tests.server.webrtc.test_sdp import BAD_CANDIDATES, _offer
 
 pytestmark = pytest.mark.slow
 
@@ -115,16 +114,6 @@ class Server:
         return self.send("POST", "/whep", offer, "application/sdp")
 
 
-async def _offer() -> str:
-    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-    pc.addTransceiver("video", direction="recvonly")
-    pc.createDataChannel("control")
-    await pc.setLocalDescription(await pc.createOffer())
-    text = str(pc.localDescription.sdp)
-    await pc.close()
-    return text
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name in ("POSTS_PER_S", "POST_BURST", "CONNECT_TIMEOUT_S", "CHANGES_PER_S", "CHANGE_BURST"):
@@ -145,7 +134,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         stack.callback(lambda: runner.run(attached.__aexit__(None, None, None)))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         server = Server(runner, app, httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1"), "")
-        server.offer = runner.run(_offer())
+        server.offer = runner.run(_offer("video"))
         runner.get_loop().set_exception_handler(lambda _, context: server.errors.append(context))
         yield server
 

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-import httpx
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
 from streamdiff.server.webrtc.ice import UdpPortLoop
-from tests.server.conftest import LIMIT_S, Site, open_site
-from tests.server.test_main import printed_address, start
+from tests.server.conftest import open_site
+from tests.server.test_restart import serving, watching
 
 pytestmark = pytest.mark.slow
 
@@ -41,55 +39,30 @@ def taken(ports: range) -> Iterator[None]:
         yield
 
 
-def run_on(ports: range, scene: Callable[[Site], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with open_site() as site:
-            await scene(site)
-
-    with asyncio.Runner(loop_factory=partial(UdpPortLoop, ports)) as runner:
-        runner.run(main())
-
-
 def ports_of(sdp: str) -> list[int]:
     return [int(port) for port in re.findall(r"^a=candidate:\S+ 1 udp \d+ \S+ (\d+) typ host", sdp, re.MULTILINE)]
 
 
 @pytest.mark.usefixtures("forked")
-def test_media_comes_from_ports_of_the_range() -> None:
+async def test_media_comes_from_ports_of_the_range() -> None:
     ports = free_range(8)
-    process = start("--port", "0", "--udp-ports", f"{ports[0]}-{ports[-1]}")
-
-    async def watch(url: str) -> list[int]:
-        pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-        try:
-            pc.addTransceiver("video", direction="recvonly")
-            await pc.setLocalDescription(await pc.createOffer())
-            async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-                offer = pc.localDescription.sdp
-                answer = await http.post("/whep", content=offer, headers={"Content-Type": "application/sdp"})
-            await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
-            await asyncio.wait_for(pc.getReceivers()[0].track.recv(), LIMIT_S)
-            return ports_of(answer.text)
-        finally:
-            await pc.close()
-
-    try:
-        used = asyncio.run(watch(printed_address(process)))
-        assert used and all(port in ports for port in used), used
-    finally:
-        process.kill()
-        process.communicate()
+    async with serving("--udp-ports", f"{ports[0]}-{ports[-1]}") as (_, http), watching(http) as viewer:
+        await viewer.until_frame(lambda pts, colour: True)
+        used = ports_of(viewer.answer)
+    assert used and all(port in ports for port in used), used
 
 
 def test_where_all_ports_are_taken_a_viewer_is_told_and_one_comes_in_later() -> None:
     ports = free_range(4)
 
-    async def scene(site: Site) -> None:
-        with taken(ports):
-            refused = await site.post(await site.offer())
-            assert (refused.status_code, refused.json()["code"]) == (503, "ports")
-            assert "serve.udp_ports" in refused.json()["detail"] and int(refused.headers["retry-after"]) > 0
-        assert site.state.viewers.count == 0, "the place is free again"
-        await (await site.watch()).frame()
+    async def main() -> None:
+        async with open_site() as site:
+            with taken(ports):
+                refused = await site.post(await site.offer())
+                assert (refused.status_code, refused.json()["code"]) == (503, "ports")
+                assert "serve.udp_ports" in refused.json()["detail"] and int(refused.headers["retry-after"]) > 0
+            assert site.state.viewers.count == 0, "the place is free again"
+            await (await site.watch()).frame()
 
-    run_on(ports, scene)
+    with asyncio.Runner(loop_factory=partial(UdpPortLoop, ports)) as runner:
+        runner.run(main())

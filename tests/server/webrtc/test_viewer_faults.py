@@ -18,7 +18,7 @@ import aioice.ice
 import av
 import httpx
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+from aiortc import RTCPeerConnection, RTCSessionDescription
 from aiortc.exceptions import OperationError
 
 from streamdiff import clock
@@ -29,21 +29,11 @@ from streamdiff.server.media.encoder import QUEUE_PACKETS, Codec, Format
 from streamdiff.server.webrtc import peer_connections, sender
 from streamdiff.server.webrtc.ice import REST_S, IceServers
 from tests.server.conftest import Site, bearer, in_slots, open_site
-from tests.server.webrtc.test_sdp import UNUSABLE, as_jsep
+from tests.server.webrtc.test_sdp import UNUSABLE, _offer, as_jsep
 
 pytestmark = pytest.mark.slow
 
 SDP = {"Content-Type": "application/sdp"}
-
-
-async def _offer(*kinds: str) -> str:
-    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-    for kind in kinds:
-        pc.addTransceiver(kind, direction="recvonly")
-    await pc.setLocalDescription(await pc.createOffer())
-    text = str(pc.localDescription.sdp)
-    await pc.close()
-    return text
 
 
 @asynccontextmanager
@@ -154,12 +144,8 @@ async def test_an_ice_server_that_does_not_answer_is_left_out_for_a_minute(
 
 
 async def test_ice_servers_are_sent_to_those_who_may_watch_and_none_unless_named(tmp_path: Path) -> None:
-    for name, text in (
-        ("password", "\ufeffs3cret\r\n"),
-        ("two", "two words"),
-        ("watch", "w" * 24),
-        ("steer", "s" * 24),
-    ):
+    secrets = {"password": "\ufeffs3cret\r\n", "two": "two words", "watch": "w" * 24, "steer": "s" * 24}
+    for name, text in secrets.items():
         (tmp_path / name).write_text(text)
     turn = {"url": "turn:turn.example:3478?transport=udp", "username": "ann"}
     servers = [
@@ -298,7 +284,7 @@ async def test_a_killed_viewer_is_noticed_and_forgotten(monkeypatch: pytest.Monk
     monkeypatch.setattr(aioice.ice, "CONSENT_INTERVAL", 0.3)
 
     async with open_site() as site, _viewer_process(site) as (process, _):
-        fanout = site.state.manager.get("default").playback  # type: ignore[union-attr]
+        fanout = site.live.playback
         assert fanout.codecs == ("h264",)
         process.kill()
         await site.until(lambda: site.state.viewers.count == 0)

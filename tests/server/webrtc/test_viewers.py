@@ -48,7 +48,6 @@ async def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
         no_common = re.sub(r"a=(rtpmap|fmtp):.*\r\n", "", good).replace(
             "a=mid:0\r\n", "a=mid:0\r\na=rtpmap:97 AV1/90000\r\n"
         )
-        mid, candidate = "a=mid:0\r\n", "a=candidate:1 1 {} 1 {} 5000 typ host{}\r\n"
         table: list[tuple[bytes | str, dict[str, str], int]] = [
             (good, {"Content-Type": "text/plain"}, 415),
             ("", SDP, 400),
@@ -63,16 +62,7 @@ async def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
             assert response.status_code == status, (status, response.text, str(body)[:200])
             assert response.headers["content-type"] == "application/problem+json"
             assert len(response.json()["detail"]) > 10
-        codec = await site.http.post("/whep?codec=av1", content=good, headers=SDP)
-        assert codec.status_code == 422
         assert site.state.viewers.count == 1
-        for line in (
-            candidate.format("tcp", "192.0.2.9", " tcptype active"),
-            candidate.format("udp", "4f1c.local", ""),
-            candidate.format("udp", "nowhere.invalid", ""),
-        ):
-            odd = await site.http.post("/whep", content=good.replace(mid, mid + line), headers=SDP)
-            assert odd.status_code == 201, "what cannot be used is left out"
         for _ in range(20):
             await watcher.frame()
 
@@ -102,10 +92,8 @@ async def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
         await peer.frame()
         for method in ("OPTIONS", "GET", "HEAD"):
             described = await site.http.request(method, peer.location)
-            assert (described.status_code, described.headers["accept-patch"]) == (
-                200,
-                "application/trickle-ice-sdpfrag",
-            )
+            assert described.status_code == 200
+            assert described.headers["accept-patch"] == "application/trickle-ice-sdpfrag"
         assert (await site.http.delete(peer.location)).status_code == 200
         assert site.state.viewers.count == 0
         assert (await site.http.delete(peer.location)).status_code == 200
@@ -145,9 +133,7 @@ async def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_hundred_at_once_get_exactly_the_places_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 600.0)
 
     async with open_site(Config(serve=ServeConfig(max_viewers=8, address_share=1.0))) as site:
@@ -226,7 +212,7 @@ async def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -
     async with open_site() as site:
         first = await site.watch()
         await first.frame()
-        fanout = site.state.manager.get("default").playback  # type: ignore[union-attr]
+        fanout = site.live.playback
         before = _figure(site, "key_frames_total")
         second = await site.watch()
         await second.frame()
@@ -250,8 +236,7 @@ async def test_who_joins_a_paused_stream_sees_the_picture() -> None:
         await site.http.post("/api/control", json={"type": "pause"})
         late = await site.watch()
         assert _is(_colour(await late.frame()), "red")
-        live = site.state.manager.get("default")
-        assert live is not None
+        live = site.live
         frame = live.stats()["frame"]
         await late.frame()
         await late.frame()

@@ -26,9 +26,9 @@ def write(tmp_path: Path) -> object:
     return write
 
 
-def refusal(path: Path | None, overrides: dict[str, object] | None = None, names: dict[str, str] | None = None) -> str:
+def refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load(path, overrides, names)
+        load(path)
     return str(caught.value)
 
 
@@ -93,12 +93,6 @@ def test_an_old_name_is_refused_with_the_new_one(write, old: str, new: str) -> N
 def test_an_old_value_is_refused_with_the_new_one(write, key: str, old: str, new: str) -> None:
     assert f"is {old!r}, which is called {new} now" in refusal(write(f"model: {{{key}: {old}}}"))
     load(write(f"model: {{{key}: {new}}}"))
-
-
-def test_a_bad_override_is_named_as_it_was_typed(write) -> None:
-    message = refusal(write("playback: {fps: 30}"), {"playback.fps": 500.0}, {"playback.fps": "--fps"})
-    assert message.startswith("--fps is 500.0, but must be")
-    assert "x.yaml" not in message
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

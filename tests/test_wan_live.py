@@ -82,16 +82,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(folder / "self_forcing_dmd.pt", folder / "vae", folder / "text")
 
 
-def taken(files: Files, **options: str) -> np.ndarray:
-    with streamdiff.open(PROMPT, model="self-forcing", seed=3, **{**files.options, **options}) as session:  # type: ignore[arg-type]
-        assert (session.width, session.height, session.chunk_frames, session.fps) == (64, 32, 12, 16.0)
-        return np.stack(list(islice(session, FRAMES)))
-
-
 @pytest.fixture(scope="module")
 def live(files: Files) -> np.ndarray:
     """What Self-Forcing's kind shows, with nothing said."""
-    return taken(files)
+    return shown_live(files, "self-forcing", FRAMES)
 
 
 def test_it_streams_and_equals_the_way_over_files(files: Files, live: np.ndarray, tmp_path: Path) -> None:
@@ -156,10 +150,7 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
     assert not np.array_equal(*pictures)
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("self-forcing", 4), (f"{CAUSAL}-1step", 1)],
-)
+@pytest.mark.parametrize(("name", "steps"), [("self-forcing", 4), (f"{CAUSAL}-1step", 1)])
 def test_a_model_runs_in_the_steps_it_was_made_for(
     files: Files, name: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,7 +346,7 @@ def test_what_cannot_be_is_refused(files: Files, options: dict[str, object]) -> 
 
 
 def test_parts_that_are_in_the_hubs_cache_are_used(
-    files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    files: Files, live: np.ndarray, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Laid out as the hub lays out its cache, and no way to the network: name alone is enough."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -364,7 +355,7 @@ def test_parts_that_are_in_the_hubs_cache_are_used(
     text = {str(path.relative_to(files.text)): path for path in files.text.rglob("*") if path.is_file()}
     lay(tmp_path, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", text)
     with streamdiff.open(PROMPT, model="self-forcing", vae=str(files.vae), size="64x32", seed=3) as session:
-        assert np.array_equal(np.stack(list(islice(session, FRAMES))), taken(files))
+        assert np.array_equal(np.stack(list(islice(session, FRAMES))), live)
 
 
 TOLD: dict[str, Any] = {
@@ -387,10 +378,7 @@ def in_diffusers_layout(files: Files) -> Path:
 
 
 def test_a_folder_or_a_repository_runs_live_once_everything_is_said_of_it(
-    in_diffusers_layout: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    in_diffusers_layout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its stream is that of the way over files."""
     folder = str(in_diffusers_layout)

@@ -35,22 +35,10 @@ class Given:
     def command(
         self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS, out: Path | None = None
     ) -> list[str]:
-        parts = [
-            "generate",
-            "--model",
-            "wan.pt",
-            "--model-config",
-            "config.json",
-            "--prompt-embeds",
-            "text.safetensors",
-        ]
-        parts += ["--noise", "noise.safetensors", "--steps", steps, "--chunks", str(chunks), "--no-decode"]
-        return [str(self.folder / part) if "." in part and "," not in part else part for part in parts] + [
-            "--overwrite",
-            "--latents-out",
-            str(out or self.folder / "out.safetensors"),
-            *extra,
-        ]
+        files = {"model": "wan.pt", "model-config": "config.json", "prompt-embeds": "text.safetensors"}
+        files |= {"noise": "noise.safetensors", "latents-out": out or "out.safetensors"}
+        said = [part for option, name in files.items() for part in (f"--{option}", str(self.folder / name))]
+        return ["generate", *said, "--steps", steps, "--chunks", str(chunks), "--no-decode", "--overwrite", *extra]
 
     def latents(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> Tensor:
         assert main.main(self.command(*extra, steps=steps, chunks=chunks)) == 0

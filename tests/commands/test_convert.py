@@ -173,17 +173,12 @@ def test_the_embedded_model_there_and_back(place: Path, capsys: pytest.CaptureFi
         assert made.streams.video[0].average_rate == 40, "the embedded model's own"
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------
-
-
 def write_bad_files() -> None:
     nan = torch.zeros(16, 2, 2, 2)
     nan[3, 1] = float("nan")
     torch.manual_seed(0)
     for name, tensors in {
-        "other": {"video": torch.zeros(3, 5, 16, 16)},
         "nan": {"latents": nan},
-        "four": {"latents": torch.zeros(3, 4, 2, 2, 2)},
         "bytes": {"video": torch.zeros(3, 5, 16, 16) + 255},
         "grey": {"video": torch.zeros(1, 5, 16, 16)},
         "even": {"video": torch.zeros(3, 8, 16, 16)},
@@ -200,30 +195,15 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("decode", "--vae is missing: the autoencoder"),
-        (
-            f"{DECODE}nothing.safetensors",
-            "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "
-            "[chunks, C, f, h, w]",
-        ),
-        (f"{DECODE}other.safetensors", "latents is missing, video is unknown; expected latents [C, F, h, w] or"),
         (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
-        (f"{DECODE}four.safetensors", "`latents` has 4 channels, but vae.pth takes 16"),
-        (
-            f"{DECODE}latents.safetensors --chunk-frames 0",
-            "--chunk-frames is 0, but must be",
-        ),
+        (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be"),
         (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be at least 0.001 and at most 1000"),
         (f"{DECODE}latents.safetensors --dtype float8", "--dtype is float8, but must be auto, float32 or bfloat16"),
         (f"{DECODE}latents.safetensors --latent-space raw", "--latent-space is for TAEHV files"),
         ("decode --vae vae.pth --latents latents.safetensors --out latents.safetensors", "which is what is read"),
-        ("decode --vae no.pth --latents latents.safetensors --out out.mp4", "there is no autoencoder at no.pth"),
         (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),
         (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W], got [1, 5, 16, 16]"),
-        (
-            f"{ENCODE}even.safetensors",
-            "8 frames cannot be encoded: the Wan autoencoder takes one frame, then",
-        ),
+        (f"{ENCODE}even.safetensors", "8 frames cannot be encoded: the Wan autoencoder takes one frame, then"),
         (f"{ENCODE}odd.safetensors", "odd.safetensors is 20 x 16; vae.pth takes sides that are multiples of 8"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from streamdiff.cli import main
 from streamdiff.commands import plan as plan_command
 from streamdiff.commands.jobs import PlanJob
-from streamdiff.commands.plan import as_text, as_tree, make
+from streamdiff.commands.plan import as_tree, make
 from streamdiff.config import ModelConfig
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
@@ -22,14 +22,6 @@ SAME_STEP = ModelConfig(kv_context="same_step")
 QUARTERS = "0.25,0.25,0.25,0.25"
 TIMES = (0.25,) * 4
 H100S = "plan --gpus 4 --gpu h100 --model self-forcing --vae taew2_1 --sessions 4"
-
-
-def test_the_plan_says_what_was_asked_for() -> None:
-    text = "\n".join(as_text(make(SAME_STEP, PlanJob(stage_times=TIMES, decode_time=0.0))))
-    assert "tiny: 4 stages, 1 session, KV context same_step, 4 steps" in text
-    assert "times: stage times given by hand" in text
-    assert "latency      4 s" in text and "first chunk  after 4 s" in text
-    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(SAME_STEP, PlanJob())))
 
 
 def test_blocks_are_split_by_a_profile(tmp_path: Path) -> None:
@@ -116,17 +108,12 @@ def test_a_trace_and_a_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-# ---- what cannot be planned ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("line", "field"),
     [
         ("--stages 7", "model.stages"),
         ("--stages 0", "stages"),
         ("--max-rows -1", "max_rows"),
-        ("--chunks 1", "chunks"),
-        ("--stage-times 0.1,0.1", "stage_times"),
         ("--stage-times 0.1,0.1,0.1,0", "stage_times"),
         (f"--stage-times {QUARTERS} --profile p.json", "stage_times"),
         (f"--stage-times {QUARTERS} --tflops 3", "tflops"),
@@ -134,10 +121,8 @@ def test_a_trace_and_a_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFi
         ("--decode-time inf", "decode_time"),
         ("--decode-rank roof", "decode_rank"),
         ("--dtype int8", "dtype"),
-        ("--trace nowhere/t.json", "trace"),
         ("--trace .", "trace"),
         ("--trace plan.svg --plot ./plan.svg", "trace"),
-        ("--plot plan.bmp", "plot"),
         ("--gpu a100", "gpu"),
         ("--gpu h100 --tflops 300", "gpu"),
         ("--fps 25", "fps"),
@@ -169,9 +154,3 @@ def test_a_plot_needs_matplotlib_and_a_trace_a_folder_that_can_be_written_to(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(ConfigError):
         make(SAME_STEP, PlanJob(trace=tmp_path / "t.json"))
-
-
-@pytest.mark.parametrize("model", [{"name": "wan2.1-t2v-1.3b"}, {"name": "tinny"}, {"name": "tiny", "steps": 1}])
-def test_models_and_steps_that_there_are_not_are_refused(model: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        make(ModelConfig.model_validate(model), PlanJob())

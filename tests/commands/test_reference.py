@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streamdiff.cli import main
 from streamdiff.models.model import Model
-from streamdiff.models.spec import ModelSpec
+from streamdiff.models.spec import ModelSpec, TextEncoder
 from streamdiff.models.transformer.wan import WanDenoiser
 from tests.commands.conftest import CHUNK, CHUNKS, SIDE, STEPS, TOKENS, Given
 from tests.pipeline.reference import Reference
@@ -52,16 +52,10 @@ def test_a_stream_equals_the_uncached_reference(given: Given, window: int, sink:
 
 
 @dataclass
-class Embeddings:
+class Embeddings(TextEncoder):
     """A text encoder that knows one text."""
 
     rows: Tensor
-    examples: tuple[str, ...] = ()
-    suggestions: tuple[tuple[str, ...], ...] = ()
-    vocabulary: str = ""
-
-    def read(self, prompt: str, previous: str | None) -> object:
-        raise NotImplementedError
 
     def encode(self, text: str) -> Tensor:
         return self.rows
@@ -156,27 +150,20 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--window", "4", "--sink", "2"], "must leave room for the chunk itself, 3 latent frames"),
         (["--first-chunk-frames", "4"], "--first-chunk-frames is 4; a first chunk is made of chunks"),
         (["--first-chunk-frames", "6", "--first-chunk-steps", "1000,900,833,500"], "a model with both is not built"),
-        (["--context-alone", "--kv-context", "same_step"], "--context-alone is about the clean pass"),
         (["--context-noise", "1001"], "--context-noise is 1001, but must be from 0 to 1000"),
         (["--stages", "4"], "3"),
         (["--shift", "5"], "--shift is for lists that are meant before it: add --warp"),
         (["--size", "64x64"], "--size is 64x64, but"),
-        (["--seconds", "3"], "--seconds does not go with"),
         (["--adaptive-sink", "0.2"], "goes with a --sink"),
         (["--adaptive-sink", "0.2", "--window", "9", "--sink", "2"], "--sink, which is 2, must be a multiple of"),
-        (["--strength", "0.8"], "give it as --video-latents"),
-        (["--prompt-mix", "2"], "--prompt-mix says over how many chunks a --prompt-switch comes; there is none"),
         (["--first-chunk-steps", "1000,500"], "the first chunk has 2 steps and the others 3"),
         (["--averaged-sink", "0.9", "--window", "9", "--sink", "2"], "sink one chunk, 3 latent frames"),
         (["--averaged-sink", "0.9", "--adaptive-sink", "0", "--window", "9", "--sink", "3"], "two ways to change"),
         (["--dtype", "int8"], "--dtype is 'int8', but must be"),
-        (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
         (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, recache, recache-causal, flush, reset"),
-        (["--chunks", "0"], "--chunks is 0"),
         (["--model", "/nowhere/wan.pt"], "there is no such file or folder"),
         (["--container", "critic"], "critic"),
         (["--output", "x.mp4"], "--no-decode makes latents only"),
-        (["--latents-out", "/nowhere/l.safetensors"], "the folder /nowhere of l.safetensors does not exist"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -59,8 +58,8 @@ def pipeline(request: pytest.FixtureRequest) -> StreamingPipeline:
     return pipeline
 
 
-@contextmanager
-def engines_on(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
+@pytest.fixture
+def start(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
     """Engines on `pipeline` with a lead of so many chunks; their sessions are closed afterwards."""
     engines: list[Engine] = []
 
@@ -71,18 +70,6 @@ def engines_on(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]
     yield start
     for engine in engines:
         engine.handle(Shutdown())
-
-
-@pytest.fixture
-def start(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
-    with engines_on(pipeline) as start:
-        yield start
-
-
-@pytest.fixture
-def start_real(real: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
-    with engines_on(real) as start:
-        yield start
 
 
 Start = Callable[[int], Engine]
@@ -182,7 +169,10 @@ def test_the_lead_holds_while_frames_are_in_flight(start: Start) -> None:
     assert made - shown <= 2 * size
 
 
-def test_a_prompt_changes_later_chunks_only(start: Start) -> None:
+def test_a_prompt_changes_later_chunks_only_and_nothing_is_written_meanwhile(
+    start: Start, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     engine = start(2)
     engine.handle(Open("a", RED, 1))
     plain = pictures(run(engine, until=chunks(4, engine)))
@@ -205,6 +195,7 @@ def test_a_prompt_changes_later_chunks_only(start: Start) -> None:
     made = pictures(every)
     assert np.array_equal(made[:boundary], plain[:boundary]), "frames before it are untouched"
     assert not np.array_equal(made[boundary:], plain[boundary : len(made)])
+    assert capfd.readouterr() == ("", "") and not caplog.records
 
 
 def test_a_reset_equals_a_fresh_stream(start: Start) -> None:
@@ -312,9 +303,6 @@ def test_a_report_for_a_session_that_is_gone_is_ignored(start: Start) -> None:
     assert start(2).handle(Shown("gone", 5)) == []
 
 
-# ---- what only the painted pipeline can show ----------------------------------------------------------------------
-
-
 def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
     pipeline = PaintedPipeline()
     pipeline.info = replace(INFO, steps=2, kv_context="staircase")
@@ -333,16 +321,6 @@ def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
     assert "session 'a' at chunk 0" in engine.describe()
     engine.close()
     assert pipeline.closed
-
-
-def test_refusals_and_notices_of_the_model_reach_who_asked() -> None:
-    engine = Engine(PaintedPipeline(), CHUNK_FRAMES)
-    assert engine.handle(Open("a", "refuse me")) == [Refused("a", "", "prompt", "the painter refuses this prompt")]
-    assert engine.handle(Open("a", "red dragon")) == [Opened("a", 0, "red dragon", "I do not know dragon")]
-    assert engine.handle(SetPrompt("a", "refuse me", "r")) == [
-        Refused("a", "r", "prompt", "the painter refuses this prompt")
-    ]
-    assert engine.handle(SetPrompt("a", "blue", "s")) == [Accepted("a", "s", 1, "blue", "")]
 
 
 def test_frames_carry_their_session_seed_and_text() -> None:
@@ -380,21 +358,19 @@ def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
-    engine = start_real(2)
+def test_the_engine_says_what_a_chunk_costs(real: StreamingPipeline) -> None:
+    engine = Engine(real, 2 * real.info.chunk_frames)
     ready = engine.ready()
     assert ready.chunk_compute_s is not None and ready.max_sessions is not None
     assert ready.steps == 4 and ready.steps_known == (4, 2)
     engine.handle(Open("a", RED))
     events = run(engine, until=chunks(3, engine))
+    engine.handle(Shutdown())
     measured = [event.chunk_compute_s for event in events if isinstance(event, LoadFigures)]
     assert 2 <= len(measured) <= 3 and min(measured) > 0, "two chunks may come out of one step, the lead is no longer"
     busy_s = [stage_s for event in events if isinstance(event, LoadFigures) for stage_s in event.busy_s]
     assert len(busy_s) == len(measured) and busy_s[0] > 0, "one stage"
     assert all(before < after for before, after in pairwise(busy_s))
-
-
-# ---- steps ----------------------------------------------------------------------------------------------------------
 
 
 def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start) -> None:

@@ -22,6 +22,13 @@ def opened(pipeline: PaintedPipeline, *names: str) -> Engine:
     return engine
 
 
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    return fail
+
+
 def until(engine: Engine, wanted: type[Event]) -> list[Any]:
     """The events of the first step that has one of a kind."""
     for _ in range(100):
@@ -53,10 +60,7 @@ def test_an_error_of_a_session_s_own_ends_that_session(
     pipeline = PaintedPipeline()
     engine = opened(pipeline, "one", "two")
 
-    def fail(*arguments: object, **named: object) -> None:
-        raise error
-
-    monkeypatch.setattr(pipeline, "set_conditioning" if isinstance(command, SetPrompt) else "reset", fail)
+    monkeypatch.setattr(pipeline, "set_conditioning" if isinstance(command, SetPrompt) else "reset", failing(error))
     events = engine.handle(command)
     if isinstance(command, SetPrompt):  # given to the pipeline with the next step
         events = until(engine, Closed)
@@ -73,11 +77,8 @@ def test_a_session_that_cannot_be_opened_is_refused(
     pipeline = PaintedPipeline()
     engine = opened(pipeline, "two")
 
-    def fail(*arguments: object, **named: object) -> None:
-        raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "open", fail)
+        patch.setattr(pipeline, "open", failing(error))
         [event] = engine.handle(Open("one", "red star"))
     assert isinstance(event, Refused) and event.code == code and str(error) in event.reason
     assert isinstance(engine.handle(Open("one", "red star"))[0], Opened), "nothing of it was left open"
@@ -88,10 +89,7 @@ def test_the_engine_s_end_is_no_session_s(call: str, monkeypatch: pytest.MonkeyP
     pipeline = PaintedPipeline()
     engine = opened(pipeline, "one")
 
-    def fail(*arguments: object, **named: object) -> None:
-        raise EngineFailure("rank 2 is gone")
-
-    monkeypatch.setattr(pipeline, call, fail)
+    monkeypatch.setattr(pipeline, call, failing(EngineFailure("rank 2 is gone")))
     tell: dict[str, Callable[[], object]] = {
         "set_conditioning": lambda: (engine.handle(SetPrompt("one", "blue star")), engine.step()),
         "open": lambda: engine.handle(Open("two", "red star")),

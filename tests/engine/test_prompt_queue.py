@@ -35,7 +35,7 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
-from tests.engine.test_engine import batches, chunks, pictures, run
+from tests.engine.test_engine import chunks, pictures, run
 
 LIMIT_S = 60.0
 
@@ -205,25 +205,6 @@ def test_a_fault_of_the_program_ends_the_engine(engine: Engine, text: SlowText) 
         engine.step()
 
 
-def test_a_reset_comes_after_the_prompts_asked_for_before_it(engine: Engine, pipeline: SlowPipeline) -> None:
-    text = pipeline.text
-    follow(engine, 2)
-    text.hold("blue", "green")
-    engine.handle(SetPrompt("a", "blue", "1"))
-    assert engine.handle(Reset("a", 9, "2")) == []
-    engine.handle(SetPrompt("a", "green", "3"))
-    assert colours(follow(engine, 3)) == {checksum("red")}, "the stream goes on until it can begin afresh"
-    text.release("blue")
-    assert text.begun.get(timeout=LIMIT_S) == "red"
-    futures.wait(engine.encodings(), LIMIT_S)
-    assert engine.settle() == [Accepted("a", "1", 1, "blue"), Accepted("a", "2", 2, "blue")]
-    after = follow(engine, 2)
-    assert batches(after)[0].chunk == 0 and batches(after)[0].epoch == 2
-    assert [tuple(p) for p in pictures(after)[:, 0, 0].tolist()][:3] == [(n, 9, checksum("blue")) for n in range(3)]
-    text.release("green")
-    assert encoded(engine) == [Accepted("a", "3", 3, "green")]
-
-
 def test_a_reset_begins_with_the_latest_prompt_before_it(engine: Engine, pipeline: SlowPipeline) -> None:
     text = pipeline.text
     text.hold("blue")
@@ -356,25 +337,6 @@ def test_closing_answers_what_waits_and_late_texts_are_dropped(engine: Engine, p
     assert colours(follow(engine, 2)) == {checksum("star")}
 
 
-# ---- in the user's own process ------------------------------------------------------------------------------------
-
-
-def test_a_prompt_waits_for_its_answer_in_the_api(pipeline: SlowPipeline) -> None:
-    with StreamSession(pipeline, "red", seed=5) as session:
-        frames = iter(session)
-        next(frames)
-        assert session.set_prompt("blue dragon") == "I do not know dragon"
-        assert session.text == "blue dragon"
-        pipeline.text.errors["green"] = RuntimeError("no memory")
-        with pytest.raises(RequestError, match="no memory") as caught:
-            session.set_prompt("green")
-        assert caught.value.field == "prompt" and session.text == "blue dragon"
-        seen = [int(next(frames)[0, 0, 2]) for _ in range(3 * CHUNK_FRAMES)]
-        assert seen[-1] == checksum("blue dragon")
-        session.reset(seed=8)
-        assert next(frames)[0, 0].tolist() == [0, 8, checksum("blue dragon")]
-
-
 @pytest.mark.parametrize(("own", "said", "done"), [("flush", None, "flush"), ("flush", "keep", "keep")])
 def test_a_prompt_does_to_the_past_what_the_model_was_made_for_unless_it_says(
     pipeline: SlowPipeline, own: str, said: str | None, done: str
@@ -386,16 +348,6 @@ def test_a_prompt_does_to_the_past_what_the_model_was_made_for_unless_it_says(
         for _ in range(2 * CHUNK_FRAMES):
             next(iter(session))
         assert pipeline.calls[-1][0] == "set_conditioning" and pipeline.calls[-1][-1] == done
-
-
-def test_waiting_for_a_prompt_makes_no_frames(pipeline: SlowPipeline) -> None:
-    """So the prompt is in force from the same chunk on, however long it takes to be encoded."""
-    with StreamSession(pipeline, "red") as session:
-        next(iter(session))
-        stream = pipeline.streams[0]
-        before = stream.chunk, stream.steps_left, len(stream.decoded)
-        session.set_prompt("blue")
-        assert (stream.chunk, stream.steps_left, len(stream.decoded)) == before
 
 
 def test_frames_are_taken_while_another_thread_waits_for_its_prompt(pipeline: SlowPipeline) -> None:

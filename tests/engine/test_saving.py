@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -236,31 +235,24 @@ def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out(s
     assert not [each for each in events if isinstance(each, Closed)]
 
 
-def test_a_reset_of_a_stream_from_a_snapshot_has_its_slow_text_encoded_beside_the_others(small: Small) -> None:
+def test_a_reset_of_a_stream_from_a_snapshot_has_its_slow_text_encoded_beside_the_others(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipeline, engine = small
+    threads: list[str] = []
+    encode = pipeline.text.encode
+
+    def noted(text: str) -> object:
+        threads.append(threading.current_thread().name)
+        return encode(text)
+
     engine.handle(Open("a", RED, 1))
     data = saved_by(engine, "a").to_bytes()
     engine.handle(Close("a"))
     engine.handle(Open("b", "", snapshot=data))
-    pipeline.text = SlowText(pipeline.text)
+    monkeypatch.setattr(pipeline.text, "slow", True)
+    monkeypatch.setattr(pipeline.text, "encode", noted)
     events = engine.handle(Reset("b", None, "reset"))
     while not any(isinstance(each, Accepted) for each in events):
         events += engine.step(0.01)
-    assert [name.split("_")[0] for name in pipeline.text.threads] == ["text"]
-
-
-class SlowText:
-    """A text encoder that is not to be waited for."""
-
-    slow = True
-
-    def __init__(self, text: Any) -> None:
-        self._text = text
-        self.threads: list[str] = []
-
-    def encode(self, text: str) -> object:
-        self.threads.append(threading.current_thread().name)
-        return self._text.encode(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._text, name)
+    assert [name.split("_")[0] for name in threads] == ["text"]

@@ -74,14 +74,6 @@ def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
     assert not any(isinstance(output, Applied) for output in make(s, epoch=1, chunk=3)), "told once"
 
 
-def test_of_prompts_that_wait_the_latest_wins() -> None:
-    s = session()
-    for number, text in enumerate(["blue", "green", "white"]):
-        assert s.set_prompt(text, "", str(number)) == [Accepted("s", str(number), number + 1, text, "")]
-    assert pending(s) == [("set_conditioning", "white", 3, "keep")]
-    assert make(s, epoch=3, chunk=0)[0] == Applied("s", 3, 0, 0), "the epochs before are skipped"
-
-
 def test_frames_are_numbered_over_chunks_pieces_and_resets() -> None:
     s = session(max_ahead_frames=100)
     batches = [*make(s, epoch=0, chunk=0, count=1), *make(s, epoch=0, chunk=0, count=3, chunk_s=0.5)]

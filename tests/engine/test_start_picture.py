@@ -72,22 +72,6 @@ def engine() -> Engine:
     return Engine(PaintedPipeline(), 2 * CHUNK_FRAMES)
 
 
-def test_resets_begin_with_the_picture_until_another_or_none_is_asked_for(engine: Engine) -> None:
-    ask(engine, Open("a", "red", image=picture(77)))
-    for request, shown in (
-        (Reset("a", None, "1"), 77),
-        (SetPrompt("a", "blue", "2", "reset"), 77),
-        (Reset("a", None, "3", picture(99)), 99),
-        (Reset("a", 6, "4"), 99),
-    ):
-        assert [type(event) for event in ask(engine, request)] == [Accepted]
-        frames = [frame for frame in first_frames(engine, "a", 4 * CHUNK_FRAMES) if (frame == shown).all()]
-        assert len(frames) == CHUNK_FRAMES, f"{request} begins with another picture"
-    ask(engine, Reset("a", None, "5", no_image=True))
-    assert not any((frame == 99).all() for frame in first_frames(engine, "a", 4 * CHUNK_FRAMES)[CHUNK_FRAMES * 2 :])
-    assert engine._in_slot[0].start is None
-
-
 def test_other_sessions_go_on_while_a_picture_is_encoded_and_its_own_requests_wait() -> None:
     pipeline = Held()
     engine = Engine(pipeline, 2 * CHUNK_FRAMES)

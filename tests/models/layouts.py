@@ -63,11 +63,6 @@ def fused(state: State, own: str = "self_attn.{}.", one: str = "self_attn.to_qkv
     return state
 
 
-def write_config(folder: Path, model: WanTransformer3DModel) -> None:
-    """diffusers' `config.json`."""
-    (folder / "config.json").write_text(json.dumps(dict(model.config)))
-
-
 def write_shards(folder: Path, state: State, shards: list[list[str]], stem: str = "diffusion_pytorch_model") -> None:
     """A sharded checkpoint with its index; `shards` holds the names in each file."""
     places = {}

@@ -64,9 +64,3 @@ def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
     named = main._config(parser.parse(["serve", "--weights", path, "--model", "self-forcing"]))
     assert named.model.name == "self-forcing"
     assert resolve.completed(ModelConfig(weights=str(tmp_path / "nowhere.pt"))).name == "tiny", "told when it is loaded"
-
-
-def test_weights_that_do_not_tell_are_a_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write(tmp_path / "mine.safetensors"))
-    assert main.main(["generate", "--weights", path, "--output", str(tmp_path / "out.mp4")]) == main.USER_ERROR
-    assert "self-forcing" in (told := capsys.readouterr().err) and "--model NAME" in told

@@ -30,9 +30,6 @@ def test_noise_of_neighbours_is_normal_and_unrelated() -> None:
     assert related.abs().max() < 0.08
 
 
-# ---- schedules as they are published ------------------------------------------------------------------------------
-
-
 def test_the_embedded_models_schedules_stay_as_they_are() -> None:
     """To the last bit, also as the head tells them: sigmas in float32, times 1,000."""
     assert sampling.schedule(4) == (1.0, 0.9375, 0.8333333333333334, 0.625)

@@ -18,7 +18,6 @@ from streamdiff.models.tiny.scene import Scene, Thing
 from tests.small import CPU
 from training import autoencoder as clips
 from training import denoiser
-from training import on_policy as own_past
 from training.autoencoder import initialise
 from training.batches import TrackEncoder
 from training.denoiser import rollout_step
@@ -27,7 +26,7 @@ from training.on_policy import PAST, OwnPasts, locate
 from training.rows import LEVELS
 from training.scene_rows import COLUMN, row_of
 from training.world.render import render
-from training.world.tracks import CONTROLS, PAN, SCROLL, SIZE, Streams, Track, join, shares_of_light
+from training.world.tracks import CONTROLS, PAN, SCROLL, Streams, Track, join, shares_of_light
 
 
 def dice(seed: int = 0) -> torch.Generator:
@@ -67,14 +66,6 @@ def test_it_sees_how_far_things_and_scenery_are_from_where_they_should_be(y: int
     assert found.scroll.tolist() == [PAN * slip]
     assert found.shift.tolist() == [[[4 * y, 4 * x], [-4 * y, -4 * x]]]
     assert (found.seen > 0.9).all()
-
-
-def test_it_sees_that_a_thing_has_gone() -> None:
-    should, seen = frame_of(TWO), frame_of(TWO)
-    seen.scenes[0, COLUMN["second"]] = 0
-    found = locate(render(seen).frames, should)
-    assert found.seen[0, 0] > 0.9 and found.seen[0, 1] < own_past.LOST
-    assert found.shift[0, 0].tolist() == [0, 0]
 
 
 @pytest.mark.slow
@@ -124,22 +115,6 @@ def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> No
     assert torch.equal(again.scenes[1], windows.scenes[0]), "the third stream, then the first again"
     assert again.latents[1, PAST - 1].abs().max() < 1e-5, "what the network made is its past now"
     assert again.latents[1, PAST].abs().max() > 0.1, "and the world says what follows"
-
-
-@pytest.mark.slow
-def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> None:
-    """A network that makes what the world shows is told nothing else."""
-    torch.manual_seed(0)
-    autoencoder = TAEHV(clips.AUTOENCODER)
-    initialise(autoencoder)
-    pasts = OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 1, dice(3))
-    state = pasts.streams.take(torch.tensor([0]))
-    pasts.player.plays[:] = True
-    windows = pasts.turn(1, lambda past, noisy, step, ids, controls: noisy, (1.0,), dice())
-    assert windows.controls[:, -1].any(), "which is where a key steers it"
-    expected = state.play(pasts.scenes, controls=windows.controls[:, -1])
-    away = (windows.place[0, PAST, :, 0] - expected.place[0, 2::4, 0] + SIZE / 2).remainder(SIZE) - SIZE / 2
-    assert away.abs().max() <= own_past.REACH, "an untrained autoencoder shows it roughly"
 
 
 @pytest.fixture(scope="module")

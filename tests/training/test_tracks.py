@@ -127,17 +127,6 @@ def test_keys_move_the_first_thing_in_place_of_its_motion_and_it_goes_on_from_th
     assert motion == "bouncing" or torch.equal(one, other), "released, it goes on as its scene says"
 
 
-@pytest.mark.parametrize("side", [-1, 1])
-def test_a_key_pans_the_camera_whatever_the_scene_says(side: int) -> None:
-    scene = replace(TWO, camera="left")
-    streams, prompted = Streams(rows(scene)), Streams(rows(scene))
-    keys = torch.tensor([[[0.0, 0, side, 0]] * 3])
-    track, same = streams.play(rows(scene), controls=keys), prompted.play(rows(scene))
-    assert torch.equal(track.place, same.place)
-    way = (track.scroll[0, -1] - track.scroll[0, 0] + tracks.SCROLL // 2) % tracks.SCROLL - tracks.SCROLL // 2
-    assert way == side * round(tracks.PAN * 11 / 12)
-
-
 @pytest.mark.slow
 @settings(max_examples=5)
 @given(seeds)

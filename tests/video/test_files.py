@@ -133,9 +133,7 @@ def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("movie.avi", "unknown ending '.avi'; use a name that ends in .mp4 or .webm"),
         ("one.png", "unknown ending"),
-        ("missing/movie.mp4", "does not exist; create it first"),
         ("file/", "is a file"),
         ("full", "is not empty"),
     ],
@@ -164,9 +162,6 @@ def test_no_frames(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no frames"):
             write_video(tmp_path / target, [], 10)
     assert os.listdir(tmp_path) == []
-
-
-# ---- reading ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.webm"])

@@ -30,6 +30,10 @@ from streamdiff.errors import EngineFailure
 
 LIMIT_S = 20.0
 PICTURES = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
+READY = messages.Ready(
+    "tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", (4, 2), "keep", (7, 96), examples=("one", "two"),
+    suggestions=(("one", "two"), ("three", "four")), vocabulary="words", chunk_compute_s=0.2, max_sessions=7,
+)  # fmt: skip
 MESSAGES = [
     messages.Open("a", "a red circle", 5, 4, "clean"),
     messages.SetPrompt("a", "blue", "r1"),
@@ -40,24 +44,7 @@ MESSAGES = [
     messages.Close("a"),
     messages.Shown("a", 12),
     messages.Shutdown(),
-    messages.Ready(
-        "tiny",
-        "cpu",
-        128,
-        96,
-        40.0,
-        12,
-        4,
-        "clean",
-        (4, 2),
-        "keep",
-        (7, 96),
-        examples=("one", "two"),
-        suggestions=(("one", "two"), ("three", "four")),
-        vocabulary="words",
-        chunk_compute_s=0.2,
-        max_sessions=7,
-    ),
+    READY,
     messages.Opened("a", 0, "text", "notice"),
     messages.Accepted("a", "r1", 1, "text"),
     messages.Applied("a", 1, 3, 36),

@@ -28,10 +28,7 @@ MORE = pytest.mark.soak
 
 @asynccontextmanager
 async def ring(
-    folder: Path,
-    model: ModelConfig,
-    module: str = "streamdiff.engine.process.main",
-    spare: bool = False,
+    folder: Path, model: ModelConfig, module: str = "streamdiff.engine.process.main", spare: bool = False
 ) -> AsyncIterator[tuple[EngineProcess, EngineClient, list[psutil.Process]]]:
     """A ring, and its processes: the launcher first. Afterwards none of them and no file is left."""
     shared = set(Path("/dev/shm").iterdir())

@@ -11,10 +11,10 @@ import torch
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder, native_fps
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.autoencoder.taehv import TaehvDecoder, TaehvEncoder
+from streamdiff.models.autoencoder.taehv import TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.tiny.model import WEIGHTS, load_model
-from tests.small import CPU, bare_sky
+from tests.small import CPU
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
 
@@ -30,17 +30,6 @@ def test_the_embedded_models_decoder_is_the_one_that_streams(path: str | Path) -
     )
     assert pictures.shape == expected.shape == (2 * half.temporal, 256, 256, 3)
     assert torch.equal(pictures, expected)
-
-
-@pytest.mark.slow
-def test_the_embedded_models_encoder_gives_latents_that_decode_to_the_frames() -> None:
-    encoder, decoder = load_encoder("tiny", CPU), load_decoder("tiny", CPU)
-    assert isinstance(encoder, TaehvEncoder)
-    video = bare_sky()[None, :, None].expand(-1, -1, 8, -1, -1) * 2 - 1
-    memory = encoder.new_memory()
-    latents = torch.cat([encoder.encode(video[:, :, :3], memory), encoder.encode(video[:, :, 3:], memory)], 2)
-    assert latents.shape == (1, 16, 2, 16, 16)
-    assert (decoder.decode_video(latents, decoder.new_memory()) - video).abs().mean() < 0.05
 
 
 @pytest.mark.slow
@@ -70,10 +59,3 @@ def test_what_is_no_autoencoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError):
         load_decoder(tmp_path, CPU)
-
-
-def test_a_latent_space_is_for_files_that_do_not_say(tmp_path: Path) -> None:
-    torch.save(original_layout(small_wan_autoencoder()), tmp_path / "a.pth")
-    for path in ("tiny", tmp_path / "a.pth"):
-        with pytest.raises(ConfigError):
-            load_decoder(path, CPU, latent_space="raw")

@@ -28,10 +28,7 @@ WAN: dict[str, dict[str, object]] = {
     "a narrow decoder": {"num_res_blocks": 1, "decoder_base_dim": 6},
     "wan 2.2": {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "decoder_base_dim": 8},
 }
-TAEHV = {
-    "small": AUTOENCODER,
-    "published": replace(TaehvConfig(), latent_channels=4, decoder_widths=(16, 8, 4, 4)),
-}
+TAEHV = {"small": AUTOENCODER, "published": replace(TaehvConfig(), latent_channels=4, decoder_widths=(16, 8, 4, 4))}
 
 
 def held(decoder: VideoDecoder, channels: int) -> int:

@@ -70,9 +70,6 @@ def video_of(frames: int) -> Tensor:
     return torch.rand(1, 3, frames, 16, 8, generator=torch.Generator().manual_seed(2)) * 2 - 1
 
 
-# ---- the layout, written down plainly ---------------------------------------------------------------------------
-
-
 def conv(weights: dict[str, Tensor], name: str, x: Tensor, **options: int) -> Tensor:
     return F.conv2d(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), **options)
 
@@ -152,9 +149,6 @@ def test_encoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
         results.append(torch.cat([part for part in parts if part is not None], 2))
     assert results[0].shape == (1, 16, 3, 2, 1)
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
-
-
-# ---- files ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["taew2_1.pth", "taew2_1.safetensors", "lighttaew2_1.pth", "lighttaew2_1.safetensors"])

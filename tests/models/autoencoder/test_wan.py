@@ -134,9 +134,6 @@ def test_normalised_latents_are_those_that_the_transformer_makes() -> None:
     assert relative_error(encoder.encode(video, WanMemory()), (whole_encode(WAN, video) - mean) / std) <= TOLERANCE
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------
-
-
 def test_memory_does_not_grow_with_the_stream() -> None:
     decoder, encoder, memories = WanDecoder(WAN), WanEncoder(WAN), (WanMemory(), WanMemory())
     raw, video = raw_of(WAN), video_of(WAN)
@@ -176,9 +173,6 @@ def test_a_call_that_fails_half_way_leaves_the_stream_as_it_was(monkeypatch: pyt
             decoder.decode_raw(raw[:, :, 2:], memory)
     rest = decoder.decode_raw(raw[:, :, 2:], memory)
     assert relative_error(torch.cat([first, rest], 2), whole_decode(autoencoder, raw)) <= TOLERANCE
-
-
-# ---- lengths ----------------------------------------------------------------------------------------------------
 
 
 def test_frames_that_make_no_group_wait_and_are_told_at_the_end() -> None:

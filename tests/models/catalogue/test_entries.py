@@ -10,7 +10,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, sampling
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import check_spec
@@ -95,25 +94,6 @@ def test_the_embedded_entry_says_what_its_weights_say() -> None:
     )
     assert (sizes.in_channels, sizes.out_channels) == (transformer["in_channels"], transformer["out_channels"])
     assert (pictures.channels, shared.text_encoders["tiny"].width) == (vae["latent_channels"], transformer["text_dim"])
-
-
-# ---- what is refused --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("word", "near"),
-    [("longlive", "longlive-1.3b"), ("Self-Forcing", "self-forcing"), ("krea-realtime", "krea-realtime-14b")],
-)
-def test_a_mistyped_name_gets_the_nearest(word: str, near: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        catalogue.find(word)
-    assert near in str(caught.value)
-
-
-def test_a_name_like_none_gets_them_all() -> None:
-    with pytest.raises(ConfigError) as caught:
-        catalogue.find("xyz")
-    assert all(name in str(caught.value) for name in PUBLISHED) and not any(name in str(caught.value) for name in BASES)
 
 
 def test_what_a_window_holds_goes_together() -> None:

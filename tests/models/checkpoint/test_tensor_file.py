@@ -47,9 +47,6 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 Save = Callable[..., Path]
 
 
-# ---- what fits ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(6, 4), (1, 6, 4), (3, 4), (1, 1, 4)])
 def test_prompt_embeddings_are_read_as_their_file_has_them(
@@ -93,21 +90,6 @@ def test_what_is_read_stays_when_the_file_changes(save: Save) -> None:
     path.write_bytes(b"\0" * path.stat().st_size)
     assert torch.equal(read, latents)
 
-
-@given(st.binary(max_size=60), st.lists(st.integers(0, 3), max_size=4))
-def test_headers_say_what_was_written(tmp_path_factory: pytest.TempPathFactory, note: bytes, shape: list[int]) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    tensors = {"a": torch.zeros(shape, dtype=torch.float16), "b": torch.zeros(3, dtype=torch.bool)}
-    save_file(tensors, path, {"note": note.hex()})
-    header = parse_header(path)
-    assert {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()} == {
-        "a": ("F16", tuple(shape)),
-        "b": ("BOOL", (3,)),
-    }
-    assert header.metadata == {"note": note.hex()} and header.file_bytes == path.stat().st_size
-
-
-# ---- what does not fit --------------------------------------------------------------------------------------------
 
 NOISE = noise_contract(CHUNK, steps=3, chunks=2)
 EMBEDS = prompt_embeds_contract(TEXT)
@@ -169,9 +151,6 @@ def test_not_even_the_header_of_a_file_that_is_too_large_is_read(tmp_path: Path)
 
 def read_latents_at_most(path: Path, max_bytes: int) -> None:
     tensor_file.read(path, latents_contract(CHUNK, max_bytes=max_bytes))
-
-
-# ---- files that are something else, or broken ---------------------------------------------------------------------
 
 
 def raw(tree: Any, data: bytes = b"", length: int | None = None) -> bytes:

@@ -80,10 +80,7 @@ def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_left(
 
 
 def test_a_stream_without_chunks_gives_no_file(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError),
-        writing(tmp_path / "out.safetensors", "latents", CHUNK),
-    ):
+    with pytest.raises(ValueError), writing(tmp_path / "out.safetensors", "latents", CHUNK):
         pass
     assert os.listdir(tmp_path) == []
 

@@ -89,9 +89,6 @@ def flags() -> list[bool]:
     return [getattr(backends, f"{kind}_sdp_enabled")() for kind in ("math", "flash", "mem_efficient", "cudnn")]
 
 
-# ---- kernels of packages ----------------------------------------------------------------------------
-
-
 def test_the_configuration_knows_the_same_names() -> None:
     assert get_args(ModelConfig.model_fields["attention"].annotation) == attention_backend.NAMES
 

@@ -149,9 +149,6 @@ def test_a_stage_reads_only_the_pairs_of_its_blocks(
     torch.testing.assert_close(model.blocks[0].get_parameter(name), merged(factors(), 1.0)[f"blocks.1.{name}"])
 
 
-# ---- what does not fit ---------------------------------------------------------------------------------------------
-
-
 def pair(module: str, rows: int = 24, columns: int = 24, rank: int = RANK, up_rank: int = RANK) -> State:
     return {f"{module}.lora_A.weight": torch.ones(rank, columns), f"{module}.lora_B.weight": torch.ones(rows, up_rank)}
 
@@ -198,9 +195,6 @@ def test_variants_that_are_not_plain_are_refused(settings: dict[str, object], tm
     with pytest.raises(ConfigError) as caught:
         load(base, loras=[Lora(tmp_path / "lora.safetensors")])
     assert next(iter(settings)) in str(caught.value)
-
-
-# ---- FILE[:SCALE] --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

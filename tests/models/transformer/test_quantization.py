@@ -119,9 +119,6 @@ def test_fp8_by_rows_is_near_the_bfloat16_model(folder: Path, monkeypatch: pytes
     assert 1e-3 < error < 0.1, "rounded, and no more than that"
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
-
-
 def test_fp8_is_refused_on_an_older_gpu_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")

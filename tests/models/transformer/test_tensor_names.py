@@ -9,14 +9,11 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from streamdiff.models.transformer.tensor_names import (
     NameLayout,
     TensorLocation,
-    bare,
     block_count,
     recognise,
     translate,
 )
 from tests.models.layouts import SIZES, original_name, published
-
-PLAIN = "blocks.3.self_attn.q.weight"
 
 
 @pytest.mark.slow
@@ -41,23 +38,6 @@ def test_diffusers_own_conversion_agrees() -> None:
     tensors = {spelled: torch.tensor(number) for number, spelled in enumerate(stored)}
     converted = convert_wan_transformer_to_diffusers(dict(tensors))
     assert converted == {name: tensors[spelled] for spelled, name in stored.items()}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "module.model.blocks.3.self_attn.q.weight",
-        "model.diffusion_model.blocks.3.self_attn.q.weight",
-        "generator_ema.model._fsdp_wrapped_module.blocks.3.self_attn.q.weight",
-        "_fsdp_wrapped_module.blocks.3._fsdp_wrapped_module.self_attn.q.weight",
-        "_orig_mod.model.blocks.3._checkpoint_wrapped_module.self_attn._orig_mod.q.weight",
-        "base_model.model.blocks.3.self_attn.q.weight",
-    ],
-)
-def test_prefixes_and_wrappers_are_dropped(name: str) -> None:
-    assert bare(name) == PLAIN
-    assert recognise([name]) is NameLayout.WAN
-    assert translate([name], NameLayout.WAN).sources == {"blocks.3.attn1.to_q.weight": TensorLocation(name)}
 
 
 @pytest.mark.parametrize(
@@ -100,11 +80,6 @@ def test_fused_projections_are_known_by_their_parts(name: str, layout: NameLayou
     expected = {f"blocks.1.{part}.weight": TensorLocation(name, i, len(inside)) for i, part in enumerate(inside)}
     assert found.sources == expected
     assert recognise([name]) is layout
-
-
-def test_a_tensor_that_is_there_twice_is_reported() -> None:
-    stored = ["generator.blocks.0.ffn.0.bias", "generator_ema.blocks.0.ffn.0.bias"]
-    assert translate(stored, NameLayout.WAN).clashes == [("blocks.0.ffn.net.0.proj.bias", *stored)]
 
 
 @pytest.mark.parametrize(

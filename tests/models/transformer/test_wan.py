@@ -8,7 +8,6 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, Wan
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.rope import gelu
 from streamdiff.models.transformer.wan import KeyValue, TokenStates, WanDenoiser, attend, position_planes
 from streamdiff.models.transformer.weights import kept_dtype
 from tests.small import LATENT_CHANNELS, small_transformer
@@ -71,37 +70,6 @@ def test_blocks_in_two_runs_equal_blocks_in_one() -> None:
     middle = denoiser.part(0, 1).run_blocks(tokens, text, attention)
     parts = denoiser.part(1, 3).run_blocks(TokenStates(*middle), text[1:], attention)
     assert torch.equal(parts.hidden, whole.hidden)
-
-
-@torch.inference_mode()
-def test_the_quick_gelu_is_gelu() -> None:
-    x = torch.linspace(-30, 30, 4001)
-    torch.testing.assert_close(gelu(x), torch.nn.functional.gelu(x, approximate="tanh"), rtol=1e-5, atol=2e-6)
-    assert gelu(x.bfloat16()).dtype == torch.bfloat16
-
-
-def test_position_planes_tell_every_place_apart() -> None:
-    planes = position_planes(6, 5, 7)
-    assert planes.shape == (6, 5, 7)
-    places = planes.flatten(1).T
-    assert torch.cdist(places, places).fill_diagonal_(9).min() > 0.05
-    assert position_planes(0, 5, 7).shape == (0, 5, 7)
-    torch.testing.assert_close(position_planes(3, 5, 7), planes[:3])
-
-
-@torch.inference_mode()
-def test_position_planes_folded_into_the_bias_equal_planes_beside_the_latents() -> None:
-    denoiser = WanDenoiser(small_transformer(4, planes=6))
-    latents = torch.randn(3, LATENT_CHANNELS, 2, 4, 6, generator=torch.Generator().manual_seed(3))
-    folded = denoiser.fold_position_planes(4, 6)
-    assert folded is not None
-    found = denoiser.patches(latents, folded)
-    assert relative_error(found, denoiser.patches(latents)) <= 1e-6
-    assert torch.equal(denoiser.patches(latents[1:2], folded), found[1:2]), "a row depends on no other"
-    denoiser.model.patch_embedding.weight[:, LATENT_CHANNELS:] *= 2
-    moved = denoiser.fold_position_planes(4, 6)
-    assert moved is not None and relative_error(denoiser.patches(latents, moved), found) > 1e-2
-    assert WanDenoiser(small_transformer(4, planes=0)).fold_position_planes(4, 6) is None
 
 
 @torch.inference_mode()

@@ -32,7 +32,6 @@ from tests.models.layouts import (
     save,
     small_state,
     wrapped,
-    write_config,
     write_shards,
     write_zeros,
 )
@@ -60,8 +59,6 @@ def test_parts_together_are_the_whole(folder: Path) -> None:
             seen.add(name)
     assert seen == set(whole)
 
-
-# ---- every layout --------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "diffusers": lambda state: state,
@@ -114,9 +111,6 @@ def test_image_conditioned_models(tmp_path: Path) -> None:
         ModelLoader(ModelConfig(name=str(path)), torch.device("cpu")).transformer()
 
 
-# ---- only what is needed -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
 @pytest.mark.parametrize("blocks", [(0, 1), (1, 3), (3, 4), None])
@@ -132,20 +126,6 @@ def test_a_stage_reads_its_own_tensors_and_each_once(kind: str, blocks: tuple[in
         + ("|head" if last == 4 else "")
     )
     assert sorted(checkpoint.reads) == sorted(name for name in state if own.match(name))
-
-
-def test_a_stage_does_without_the_shards_of_others(tmp_path: Path) -> None:
-    source = small_transformer(3, layers=4)
-    state = dict(source.state_dict())
-    ends = [name for name in state if not name.startswith("blocks.")]
-    write_shards(tmp_path, state, [ends, *([n for n in state if n.startswith(f"blocks.{i}.")] for i in range(4))])
-    write_config(tmp_path, source)
-    for number in (2, 4, 5):  # blocks 0, 2 and 3
-        (tmp_path / f"diffusion_pytorch_model-{number:05}-of-00005.safetensors").unlink()
-    block = load(tmp_path, blocks=(1, 2), config=None).blocks[0]
-    assert torch.equal(block.attn1.to_q.weight, state["blocks.1.attn1.to_q.weight"])
-    with pytest.raises(ConfigError):
-        load(tmp_path, blocks=(1, 3), config=None)
 
 
 def test_weights_stored_as_they_are_needed_are_not_copied(folder: Path) -> None:
@@ -171,9 +151,6 @@ def test_a_stage_of_a_model_of_published_size_holds_its_own_part_only(tmp_path: 
     assert grown < 3 * own, "its own part, and once more while it is checked"
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------------
-
-
 def as_diffusers_loads(source: WanTransformer3DModel, dtype: torch.dtype) -> WanTransformer3DModel:
     """What `from_pretrained(torch_dtype=dtype)` gives where accelerate is there, which it needs for this."""
     assert {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"} < {*source._keep_in_fp32_modules}
@@ -194,15 +171,6 @@ def test_half_precision_is_that_of_diffusers(dtype: torch.dtype, folder: Path) -
         assert torch.equal(model.state_dict()[name], tensor), name
     kinds = {tensor.dtype for tensor in model.state_dict().values()}
     assert kinds == {dtype, torch.float32}
-
-
-def test_the_architecture_is_read_from_the_shapes(tmp_path: Path) -> None:
-    source = small_transformer(3, layers=3, heads=2, head_dim=128, planes=3)
-    path = save(tmp_path / "model.safetensors", original(dict(source.state_dict())))
-    config = load(path, config=None).config
-    for key in source.config:
-        if key != "rope_max_seq_len" and not key.startswith("_"):
-            assert getattr(config, key) == source.config[key], key
 
 
 @pytest.mark.slow

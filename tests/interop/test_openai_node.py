@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from streamdiff.server.jobs.store import DATABASE
 from tests.server.jobs.test_videos import ended, making, yellow_png
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.node]
@@ -37,4 +40,5 @@ async def test_node_s_client_has_one_video_made_that_begins_with_its_picture(tmp
         found = json.loads(said)
         [id] = set(found["ids"])
         assert found["model"] == "scripted" and (await ended(site, id))["status"] == "completed"
-        assert list(tmp_path.glob(f"{id}.png")), "the picture is kept with it"
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
+        assert database.execute("SELECT job, name FROM inputs").fetchall() == [(id, "picture")], "kept with it"

@@ -24,7 +24,7 @@ CAPS = {
     "files": 185,
     "classes with Session in their name": 12,
     "class names with two meanings": 0,
-    "raw lines of tests": 45_000,
+    "raw lines of tests": 43_000,
     "raw lines of benchmarks": 5_500,
 }
 _NO_CODE = (

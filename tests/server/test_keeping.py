@@ -93,7 +93,7 @@ async def test_an_engine_that_is_killed_goes_on_with_the_same_stream(tmp_path: P
             assert {other.pc.connectionState, viewer.pc.connectionState} == {"connected"}
             assert (await http.delete(f"/api/sessions/{name}", headers=key)).status_code == 200
             assert not (folder / f"{name}.session").exists()
-    assert "goes on from a snapshot" in server.complaints
+    assert "continues from a snapshot" in server.complaints
     assert list(folder.iterdir()) == [], "a server that ends as it was asked to leaves nothing"
 
 
@@ -112,7 +112,7 @@ async def test_what_the_new_engine_refuses_begins_afresh(monkeypatch: pytest.Mon
         applied = await applied_prompt(viewer, "blue")
         assert applied["chunk"] < frame // 8
         assert near(GREEN)(*viewer.frames[-1]) or near((40, 80, 220))(*viewer.frames[-1])
-    assert "begins afresh: the painter does not know this hand" in server.complaints
+    assert "restarts instead of resuming: the painter does not know this hand" in server.complaints
 
 
 async def test_a_server_that_is_killed_leaves_its_sessions_to_the_next(tmp_path: Path) -> None:

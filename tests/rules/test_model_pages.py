@@ -15,12 +15,15 @@ from tests.rules.source import ROOT
 
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "models").glob("*.md"))}
 INDEX = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+GUIDES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("start", "checkpoint", "online")
+}
 COMMANDS = [
-    (name, line)
-    for name, text in {**PAGES, "index": INDEX}.items()
+    (name, line.removeprefix(".venv/bin/"))
+    for name, text in {**PAGES, **GUIDES, "index": INDEX}.items()
     for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)
     for line in block.replace("\\\n", " ").splitlines()
-    if line.startswith("streamdiff ")
+    if line.removeprefix(".venv/bin/").startswith("streamdiff ")
 ]
 
 
@@ -84,4 +87,4 @@ def test_commands_can_be_typed(page: str, line: str) -> None:
 
 
 def test_there_are_commands_in_every_page() -> None:
-    assert {page for page, _ in COMMANDS} == {*PAGES, "index"}
+    assert {page for page, _ in COMMANDS} == {*PAGES, *GUIDES, "index"}

@@ -90,7 +90,7 @@ def read(prompt: str, previous: str | None) -> ParsedPrompt:
         if requests and "add" in requests[-1].wishes and "it" in request.wishes and scene.second and not request.target:
             request.target = {"color": scene.second.color, "shape": scene.second.shape}  # "it" is what was just added
         scene = apply(request, before)
-        remarks += _remarks(request, scene) or _in_vain(request, before, scene)
+        remarks += _remarks(request, before, scene) or _in_vain(request, before, scene)
         requests.append(request)
     text = canonical(scene)
     if " ".join(prompt.lower().split()) == text:
@@ -121,7 +121,7 @@ def _is(thing: Thing, said: Mapping[str, str]) -> bool:
     return all(getattr(thing, name) == value for name, value in said.items())
 
 
-def _remarks(request: Request, scene: Scene) -> list[str]:
+def _remarks(request: Request, before: Scene, scene: Scene) -> list[str]:
     """What was understood otherwise than typed, each word once, `MOST_REMARKS` at most."""
     remarks: dict[str, str] = {}
     for group in request.spoken:
@@ -138,12 +138,16 @@ def _remarks(request: Request, scene: Scene) -> list[str]:
                 remarks[typed] = f"“{typed}”: a thing has one color."
     for color in request.uncolored:
         remarks[color] = f"“{color}”: things have colors to choose from, the background has not."
-    return [*remarks.values(), *(["I draw two things at most."] if _too_many(request) else [])]
+    return [*remarks.values(), *(["I draw two things at most."] if _too_many(request, before) else [])]
 
 
-def _too_many(request: Request) -> bool:
+def _too_many(request: Request, before: Scene) -> bool:
     counted = any(word.says.get("count") == "two" and not word.exact for word in request.words)
-    return counted or sum("shape" in word.says for word in request.words) > 2 or request.full
+    return (
+        counted
+        or sum("shape" in word.says for word in request.words) > 2
+        or bool("add" in request.wishes and not request.setting and before.second)
+    )
 
 
 def _nearest(word: Word, group: Group, request: Request, scene: Scene) -> str:
@@ -307,8 +311,6 @@ class Request:
     setting: dict[str, Word]
     uncolored: list[str]
     target: dict[str, str]
-    full: bool = False
-    """Whether something was to be added to two things; set by `apply`."""
 
     @property
     def words(self) -> list[Word]:
@@ -423,7 +425,6 @@ def apply(request: Request, before: Scene) -> Scene:
         return _removed(request, groups, before)
     setting = {name: word.says[name] for name, word in request.setting.items()}
     scene = _placed(DEFAULT if _describes(request, groups) else before, setting, request.ends)
-    request.full = "add" in wishes and before.second is not None
     if not groups:
         if "add" in wishes and not request.setting:  # "add snow" adds no thing
             return replace(scene, second=scene.second or _beside(scene.first))

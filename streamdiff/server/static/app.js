@@ -2,7 +2,7 @@
 
 import { drawInput, drawInputError, startCamera } from "./camera.js";
 import { refusal, StreamClient } from "./client.js";
-import { $, drawFieldError, number, setText } from "./dom.js";
+import { $, chosen, drawFieldError, number, remember, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
 import { drawPicture, frameOf, startPictures } from "./picture.js";
 import { startRecording } from "./record.js";
@@ -380,17 +380,9 @@ function startSharpening() {
   const draw = () => document.body.classList.toggle("sharp", select.value === "sharp");
   select.addEventListener("change", () => {
     draw();
-    try {
-      localStorage.setItem("streamdiff-picture", select.value);
-    } catch {
-      // a browser that lets pages keep nothing
-    }
+    remember("picture", select.value);
   });
-  try {
-    select.value = localStorage.getItem("streamdiff-picture") ?? select.value;
-  } catch {
-    // as above
-  }
+  select.value = chosen("picture") ?? select.value;
   draw();
 }
 

@@ -21,3 +21,21 @@ export function drawFieldError(field, text) {
   if (text) input.setAttribute("aria-invalid", "true");
   else input.removeAttribute("aria-invalid");
 }
+
+/** What an earlier visit chose, by name; null where nothing is, or where the browser lets pages keep nothing. */
+export function chosen(name) {
+  try {
+    return localStorage.getItem(`streamdiff-${name}`);
+  } catch {
+    return null;
+  }
+}
+
+/** Remember a choice for later visits, where the browser lets pages keep something. */
+export function remember(name, value) {
+  try {
+    localStorage.setItem(`streamdiff-${name}`, value);
+  } catch {
+    // kept for this visit only
+  }
+}

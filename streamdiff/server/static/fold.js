@@ -1,8 +1,6 @@
 // The drawer with the controls, closed at first; whether it is open is remembered from visit to visit.
 
-import { $ } from "./dom.js";
-
-const KEY = "streamdiff-controls";
+import { $, chosen, remember } from "./dom.js";
 
 export function startFolding() {
   const button = $("fold");
@@ -16,15 +14,7 @@ export function startFolding() {
     const open = $("settings").hidden;
     show(open);
     if (open && matchMedia("(max-width: 899px)").matches) $("settings").scrollIntoView({ behavior: "smooth" });
-    try {
-      localStorage.setItem(KEY, open ? "open" : "");
-    } catch {
-      // a browser that lets pages keep nothing
-    }
+    remember("controls", open ? "open" : "");
   });
-  try {
-    show(Boolean(localStorage.getItem(KEY)));
-  } catch {
-    show(false);
-  }
+  show(Boolean(chosen("controls")));
 }

@@ -15,9 +15,7 @@ from tests.rules.source import ROOT
 
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "models").glob("*.md"))}
 INDEX = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-GUIDES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("start", "checkpoint", "online")
-}
+GUIDES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("start", "checkpoint")}
 COMMANDS = [
     (name, line.removeprefix(".venv/bin/"))
     for name, text in {**PAGES, **GUIDES, "index": INDEX}.items()

@@ -1,7 +1,7 @@
 """The catalogue: what is known of every published model, so that a name is all a user has to give, and its `ModelSpec`.
 
 One YAML file per model in `published/`, and `parts.yaml` with what models share: architectures, autoencoders, text
-encoders. An unknown key is an error. `None` means not known: nobody published it, or nobody has read it. It never
+encoders. An unknown key is an error. `None` means not known: not published, or not read. It never
 stands for a default. Needs no torch.
 
 Sizes of chunk, window and sink are in latent frames; a window counts the sink and the chunk itself.

@@ -196,7 +196,7 @@ def start_progress(context: RankContext | None, config: ModelConfig) -> StartPro
     """A start that ends this process when a rank of the ring stands still: its own thread may be what hangs."""
 
     def end(fault: str) -> None:
-        assert context is not None, "who is alone waits for nobody"
+        assert context is not None, "a single rank waits for no other"
         exit_now(f"rank {context.rank} ends: {fault}")
 
     return StartProgress(context, config.stages, end, config.shares)

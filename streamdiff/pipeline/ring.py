@@ -186,7 +186,7 @@ class Ring:
     def _send_rest(self) -> None:
         """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
         in the ring that the last stage can always send, and the others take what comes."""
-        while self.worker.sending and not self.local:  # in one thread nobody would take it, see `_step_local`
+        while self.worker.sending and not self.local:  # in one thread nothing would receive it, see `_step_local`
             self.worker.step()
 
     def _step_local(self) -> bool:

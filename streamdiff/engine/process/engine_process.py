@@ -207,7 +207,7 @@ class EngineProcess:
 
     async def _kill_when_silent(self) -> None:
         """Kill the engine once nothing has come from it for `_silence_limit_s`: no message, and while it loads no
-        output. Counts looks, not time: nobody may have let us look."""
+        output. Counts looks, not time: the process may not have run in between."""
         assert self._process is not None and self._ipc is not None
         last, silent = (0, 0), 0
         while silent < _LOOKS:

@@ -53,7 +53,7 @@ async def fetch(config: ModelConfig, tell: Callable[[DownloadProgress], None]) -
             raise EngineFailure(f"the process that fetches the model's files ended {name_exit(code)}")
     finally:
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()  # it removes what is half there, which nobody would continue with
+            process.terminate()  # it removes partial files, which are not resumed
         try:
             async with asyncio.timeout(LEAVE_S):
                 await process.wait()

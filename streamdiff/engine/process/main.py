@@ -201,7 +201,7 @@ def _run(address: Path, stop: Stop, load: Callable[[ModelConfig], StreamingPipel
         server.send(Failed(str(error)))
         return EXIT_CONFIG
     except Exception as error:
-        # The one outer frame of this process: it says where the sessions were, and lets the error go on.
+        # The one outer frame of this process: it says where the sessions were, and re-raises the error.
         error.add_note(f"in the engine process, {engine.describe() if engine else 'while loading the model'}")
         server.send(Failed(_reason(error)))
         raise

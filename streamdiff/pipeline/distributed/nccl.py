@@ -23,7 +23,7 @@ from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, Sender, ring
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 
-# A receive waits for as long as nobody wants a picture; who is gone is in the records.
+# A receive waits as long as no picture is wanted; the records say which rank is gone.
 FOREVER = timedelta(days=3650)
 MAX_CTAS = 4
 """Bounds the multiprocessors that a transfer holds while it waits for its match: NCCL gives one to point-to-point for

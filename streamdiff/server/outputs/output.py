@@ -431,7 +431,7 @@ class Publication:
         """Offer the stream and take the answer; the packets begin when the connection stands. Mutates: self.
 
         Raises:
-            WhipError: nobody there, a refusal, or an answer that cannot be used.
+            WhipError: no answer, a refusal, or an answer that cannot be used.
         """
         transceiver = self.sender.add_transceiver((self._codec,))
         await self.sender.pc.setLocalDescription(await self.sender.pc.createOffer())

@@ -1,7 +1,8 @@
 """streamdiff in your own process, in three verbs: open a stream, steer it, take its frames.
 
 - *open*: `open(prompt)`, or `load(path)` from a file that `save` wrote; `stream` opens one and only yields frames.
-- *steer*: `set_prompt`, `set_steps`, `video` and `feed`, `pause` and `resume`, `reset`, at any time, from any thread.
+- *steer*: `set_prompt`, `set_steps`, `control`, `video` and `feed`, `pause` and `resume`, `reset`, at any time, from
+  any thread.
 - *frames*: iterate over the session; each frame is a uint8 array, made as fast as it is taken.
 
     with streamdiff.open("a red circle") as session:
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from streamdiff.atomic_write import check_parent
 from streamdiff.config import RENAMED, ModelConfig
 from streamdiff.config_file import load as load_config
-from streamdiff.core import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES, Control
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
@@ -80,6 +81,8 @@ class StreamSession:
         """Frames per second at which the motion looks as intended."""
         self.chunk_frames: int = info.chunk_frames
         """Frames that are made together."""
+        self.controls: dict[str, Control] = {each.name: each for each in info.controls}
+        """What steers it while it plays, by name; see `control`."""
         self.width: int = info.width
         self.height: int = info.height
         self._engine = Engine(pipeline, _MAX_AHEAD_CHUNKS * info.chunk_frames)
@@ -170,6 +173,17 @@ class StreamSession:
         """
         request = f"steps {next(self._numbers)}"
         self._ask(messages.SetSteps(_NAME, number, request), request)
+
+    def control(self, **values: float) -> None:
+        """Hold controls, by name (`controls`): an axis from -1 to 1, a button 0 or 1; 0 lets it go, others stay as they
+        are. The next chunk that is begun obeys, at most one chunk after those that are made: one that is let go before
+        holds for that chunk's first latent frame.
+
+        Raises:
+            RequestError: a control that the model does not have, or a value that it cannot take.
+        """
+        request = f"control {next(self._numbers)}"
+        self._ask(messages.SetControls(_NAME, values, request), request)
 
     def reset(self, seed: int | None = None, *, image: Image | EllipsisType | None = ..., fit: str = "cover") -> None:
         """Restart from the latest prompt, with `seed` or the present one; from the picture `image`, with None from

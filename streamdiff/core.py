@@ -4,13 +4,14 @@ stream is. Who keeps what else of a session: the table in docs/design.md. Import
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from streamdiff import clock
+from streamdiff.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,12 +185,47 @@ def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
 
 
 @dataclass(frozen=True)
+class Control:
+    """One number that steers a model's world: an `axis`, from -1 to 1, or a `button`, 0 or 1; at rest it is 0. `keys`
+    are those that people hold for it, as `KeyboardEvent.code` has them: an axis' for -1 and for 1, a button's one.
+    `whole_chunk`: it is the same in all latent frames of a chunk."""
+
+    name: str
+    kind: Literal["axis", "button"] = "axis"
+    keys: tuple[str, ...] = ()
+    whole_chunk: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(self.keys))
+
+
+def control_values(controls: Sequence[Control], values: Mapping[str, float]) -> dict[int, float]:
+    """The values of a control message by index among `controls`.
+
+    Raises:
+        RequestError: a control that the model does not have, or a value that it cannot take.
+    """
+    found, index = {}, {each.name: number for number, each in enumerate(controls)}
+    for name, value in values.items():
+        if name not in index:
+            has = f"it has {', '.join(index)}" if index else "it has none"
+            raise RequestError("control", f"control {name[:40]!r} is not one of this model's; {has}", "control")
+        button = controls[index[name]].kind == "button"
+        if not (value in (0, 1) if button else -1 <= value <= 1):
+            allowed = "0 or 1" if button else "from -1 to 1"
+            raise RequestError(name, f"control {name} is {value}; it must be {allowed}", "out_of_range")
+        found[index[name]] = float(value)
+    return found
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """A loaded model, by name, and how it runs: sizes in pixels; `chunk_frames` frames come out of one chunk. `steps`
     and `kv_context` are those of a session that does not name its own, `steps_known` the numbers of steps that it may
     name, `switch` what a new prompt does to the past (PROMPT_POLICIES) unless it says. `text_shape` is (most rows,
     width) of a prompt's embeddings, `chunk_shape` that of a chunk's latents, `[C, F, h, w]`, and `first_chunks` how
-    many are made together at a stream's beginning; without them it takes no features that were made elsewhere."""
+    many are made together at a stream's beginning; without them it takes no features that were made elsewhere.
+    `controls` steer it while it plays."""
 
     model: str
     device: str
@@ -204,6 +240,12 @@ class ModelInfo:
     text_shape: tuple[int, ...] = ()
     chunk_shape: tuple[int, ...] = ()
     first_chunks: int = 1
+    controls: tuple[Control, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Controls as objects, also those that came as JSON."""
+        made = (each if isinstance(each, Control) else Control(**cast(dict[str, Any], each)) for each in self.controls)
+        object.__setattr__(self, "controls", tuple(made))
 
 
 @dataclass(frozen=True)
@@ -211,7 +253,7 @@ class Frames:
     """Decoded frames of one chunk, in order, possibly several pieces per chunk.
 
     pictures are uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`; `last` marks a chunk's last piece, which also
-    tells the seconds from the chunk's admission until now.
+    tells the seconds from the chunk's admission until now; `control` is that of the chunk, see `Chunk`.
     """
 
     session: int
@@ -220,6 +262,7 @@ class Frames:
     pictures: NDArray[np.uint8]
     last: bool
     chunk_s: float | None
+    control: int = 0
 
 
 @dataclass(frozen=True)
@@ -236,11 +279,12 @@ class InputFigures:
 @dataclass
 class Chunk:
     """A chunk that is in the ring or decoding. `cost` is relative to a chunk in the default number of steps;
-    `admitted_s` is on this process's clock."""
+    `admitted_s` is on this process's clock; `control` is the number of the latest change of controls that it has."""
 
     epoch: int
     cost: float
     admitted_s: float = field(default_factory=clock.monotonic_s)
+    control: int = 0
 
 
 @dataclass

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
+from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo, control_values
 from streamdiff.engine.messages import Pictures
 from streamdiff.errors import RequestError
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
@@ -33,6 +33,8 @@ class FakeStream:
     credit: int = 0
     paused: bool = False
     switch: str = "keep"
+    held: dict[str, float] = field(default_factory=dict)
+    changes: int = 0
     in_flight: tuple[int, int, Any] | None = None  # chunk, epoch, paint
     steps_left: int = 0
     decoded: deque[Frames] = field(default_factory=deque)
@@ -95,6 +97,14 @@ class FakePipeline:
         stream = self.streams[session]
         stream.paint, stream.epoch, stream.switch = conditioning, epoch, switch
         self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
+
+    def set_controls(self, session: int, values: Mapping[str, float]) -> int:
+        control_values(self.info.controls, values)
+        stream = self.streams[session]
+        stream.held |= values
+        stream.changes += 1
+        self.calls.append(("set_controls", session, dict(values)))
+        return stream.changes
 
     def check_steps(self, session: int, steps: int) -> None:
         assert session in self.streams

@@ -6,12 +6,14 @@ the result, and a mistake in any of them is far above the tolerance of a compari
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
+from streamdiff.core import Control
 from streamdiff.models.autoencoder.picture_decoder import Normalisation, PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig, TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
@@ -41,6 +43,8 @@ AUTOENCODER = TaehvConfig(
 RED = "a red circle moving right over a meadow"
 BLUE = "a blue star moving up over a meadow at night"
 WHITE = "a white heart moving left over a meadow at dusk"
+CONTROLS = (Control("x"), Control("pan", whole_chunk=True), Control("jump", "button"))
+"""What steers a small model that has controls."""
 
 
 class Parts(NamedTuple):
@@ -136,9 +140,10 @@ def small_model(
     chunk: int = 2,
     window: int = 6,
     sink: int = 0,
+    controls: tuple[Control, ...] = (),
 ) -> Model:
     """A whole model; `chunk`, `window` and `sink` are in latent frames, `planes` are position planes."""
-    parts = small_parts(seed, layers=layers, heads=heads, head_dim=head_dim, planes=planes)
+    parts = small_parts(seed, layers=layers, heads=heads, head_dim=head_dim, planes=planes + len(controls))
     spec = ModelSpec(
         name=f"small-{seed}",
         latent_channels=LATENT_CHANNELS,
@@ -154,14 +159,15 @@ def small_model(
         shift=5.0,
         steps=(4, 2),
         text_shape=(TEXT_TOKENS, WIDTH),
+        controls=controls,
     )
     decoder = PictureDecoder(small_decoder(parts.autoencoder, parts.mean, parts.std))
-    return Model(spec, WanDenoiser(parts.transformer), parts.text, decoder)
+    return Model(spec, WanDenoiser(parts.transformer, len(controls)), parts.text, decoder)
 
 
-def save_model(folder: Path, layers: int = 2) -> None:
+def save_model(folder: Path, layers: int = 2, controls: tuple[Control, ...] = ()) -> None:
     """Write a small model as one that says everything about itself, so that the product loads it by its folder."""
-    parts = small_parts(7, layers=layers)
+    parts = small_parts(7, layers=layers, planes=2 + len(controls))
     stream: dict[str, object] = {
         "latent_height": LATENT_SIDE,
         "latent_width": LATENT_SIDE,
@@ -171,5 +177,6 @@ def save_model(folder: Path, layers: int = 2) -> None:
         "native_fps": 40.0,
         "shift": 5.0,
         "steps": [4, 2],
+        "controls": [asdict(control) for control in controls],
     }
     model_folder.save_model(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)

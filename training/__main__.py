@@ -18,6 +18,7 @@ import argparse
 import shutil
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from training.batches import latent_statistics
 from training.learner import Plan
 from training.model_folder import save_model
 from training.windows import CHUNK, CHUNKS
-from training.world.tracks import CONTROL_AXES, CONTROL_BUTTONS, SIZE
+from training.world.tracks import KEYBOARD, SIZE
 
 STEPS = {"autoencoder": 8000, "denoiser": 8000, "decoder": 1000}
 
@@ -54,8 +55,7 @@ def stream_settings() -> dict[str, object]:
         "shift": 5.0,
         "context_sigma": 0.25,
         "steps": [4, 2],
-        "control_axes": list(CONTROL_AXES),
-        "control_buttons": list(CONTROL_BUTTONS),
+        "controls": [asdict(control) for control in KEYBOARD],
     }
 
 

@@ -298,6 +298,8 @@ class Engine:
             case messages.SetInput():
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
+            case messages.SetControls():
+                return session.set_controls(request.values, request.request)
             case InputFrames():
                 if not self._pipeline.swapping.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
@@ -363,7 +365,9 @@ class Engine:
         if session is None:
             return []
         chunk_s = made.chunk_s if made.last else None
-        events = session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)
+        events = session.made(
+            epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s, control=made.control
+        )
         video = self._pipeline.video
         if made.last and made.session in video.inputs and (figures := video.input_figures(made.session)) is not None:
             events.append(messages.InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault))

@@ -137,6 +137,17 @@ class SetInput(StreamCommand):
 
 
 @dataclass(frozen=True)
+class SetControls(StreamCommand):
+    """Hold the controls named in `values` (`ModelInfo.controls`) at these values from the next chunk on that is
+    admitted; others stay as they are. One that is set and back at rest before that holds for the chunk's first latent
+    frame. With a `request` answered by `Accepted` or `Refused`, later by `ControlsApplied`. From the first one on the
+    session is never further ahead than it must be."""
+
+    values: dict[str, float]
+    request: str = ""
+
+
+@dataclass(frozen=True)
 class InputFrames(StreamCommand):
     """The next frames of the session's input, RGB `[n, H, W, 3]` of the model's size, at the rate at which its own are
     shown; the oldest of too many are dropped. Has no answer, but `InputUsed` tells what becomes of them."""
@@ -238,6 +249,15 @@ class Applied(StreamEvent):
     chunk: int
     first_frame: int
     skip: bool = False
+
+
+@dataclass(frozen=True)
+class ControlsApplied(StreamEvent):
+    """The first chunk that has the controls of these `requests` is made; its first frame has number `first_frame`."""
+
+    requests: tuple[str, ...]
+    chunk: int
+    first_frame: int
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ skipped, never undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES
-from streamdiff.engine.messages import Accepted, Applied, Event, FrameBatch, Opened
+from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened
 from streamdiff.errors import RequestError
 from streamdiff.snapshot_header import SavedStream
 
@@ -69,6 +69,10 @@ class Session:
     _paused: bool = field(default=False, init=False)
     _made_frames: int = field(default=0, init=False)
     _shown_frames: int = field(default=0, init=False)
+    _controlled: bool = field(default=False, init=False)
+    """Whether somebody has steered it by controls."""
+    _control_requests: dict[str, int] = field(default_factory=dict, init=False)
+    """Those that no frame obeys yet: the number of the change."""
     _epoch_shift: int = field(default=0, init=False)
     """What is added to the pipeline's epochs, so that a stream resumed from a snapshot continues its own."""
 
@@ -79,7 +83,7 @@ class Session:
     @property
     def frame_credit(self) -> int:
         """Frames that may still be made beyond those shown."""
-        max_ahead_frames = max(self.max_ahead_frames, self.min_ahead_frames)
+        max_ahead_frames = max(0 if self._controlled else self.max_ahead_frames, self.min_ahead_frames)
         return max_ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
 
     @property
@@ -153,6 +157,21 @@ class Session:
         self._change("input", strength)
         return [Accepted(self.name, request, self.epoch, "")]
 
+    def set_controls(self, values: Mapping[str, float], request: str) -> list[Event]:
+        """Give the pipeline controls that are held; no epoch begins with them.
+
+        Raises:
+            RequestError: the model has no such control, or it cannot have that value.
+        """
+        change = self._pipeline.set_controls(self.slot, values)
+        if not self._controlled:
+            self._controlled = True
+            self._set_frame_credit()
+        if not request:
+            return []
+        self._control_requests[request] = change
+        return [Accepted(self.name, request, self.epoch, "")]
+
     def _change(self, kind: str, value: Any) -> None:
         """Note what `apply_pending` gives to the pipeline, under the next epoch. Mutates: self."""
         self.epoch += 1
@@ -219,8 +238,11 @@ class Session:
             self._shown_frames = shown_frames
             self._set_frame_credit()
 
-    def made(self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None) -> list[Event]:
-        """Number decoded frames. Those of before the last reset are dropped."""
+    def made(
+        self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None, control: int = 0
+    ) -> list[Event]:
+        """Number decoded frames, of a chunk whose latest change of controls has number `control`. Those of before the
+        last reset are dropped."""
         epoch += self._epoch_shift
         if epoch < self._oldest_epoch:
             return []
@@ -238,6 +260,10 @@ class Session:
                 self._shown_frames = first
             self._applied_epoch = epoch
             events.append(Applied(self.name, epoch, chunk, first, skip))
+        if applied := tuple(name for name, change in self._control_requests.items() if change <= control):
+            events.append(ControlsApplied(self.name, applied, chunk, first))
+            for name in applied:
+                del self._control_requests[name]
         self.chunk = chunk
         self._made_frames += len(pictures)
         self._set_frame_credit()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from streamdiff.core import Control
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
@@ -51,8 +52,8 @@ class ModelSpec:
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
-    again from its picture; `switch` is what a new prompt does to the past unless it says; `control_axes` and
-    `control_buttons` are the names of what steers it."""
+    again from its picture; `switch` is what a new prompt does to the past unless it says; each latent frame
+    has a vector of what the `controls` say, in their order."""
 
     name: str
     latent_channels: int
@@ -78,14 +79,7 @@ class ModelSpec:
     context_alone: bool = False
     context_pictures: bool = False
     switch: str = "keep"
-    control_axes: tuple[str, ...] = ()
-    control_buttons: tuple[str, ...] = ()
-
-    @property
-    def controls(self) -> tuple[str, ...]:
-        """Names of the numbers of a control vector, of which each latent frame has one: axes, -1 to 1, then buttons, 0
-        or 1."""
-        return self.control_axes + self.control_buttons
+    controls: tuple[Control, ...] = ()
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""

@@ -7,7 +7,7 @@ that comes back into the next latents (`LatentSampler`). With one stage there ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.core import MicroStep
+from streamdiff.core import MicroStep, control_values
 from streamdiff.errors import RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
@@ -403,6 +403,15 @@ class Ring:
             self.sampler.set_steps(session, schedule)
             # A prompt that came meanwhile has the later epoch.
             self._new_epoch(session, max(epoch, self.scheduler.oldest_epoch(session)), schedule.steps)
+
+    def set_controls(self, session: int, values: Mapping[str, float]) -> int:
+        """Chunks admitted from now on have these controls; others stay as they are. Returns the number of this change,
+        see `Chunk.control`. Mutates: self.
+
+        Raises:
+            RequestError: the model has no such control, or it cannot have that value.
+        """
+        return self.sampler.sessions[session].held.set(control_values(self.sampler.spec.controls, values))
 
     def set_epoch(self, session: int, epoch: int) -> None:
         """Chunks admitted from now on belong to `epoch`: the caller has changed what they start from. Mutates: self."""

@@ -76,7 +76,7 @@ class StreamingPipeline(Ring):
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
-            spec.text_shape, spec.chunk_shape, spec.first_chunks,
+            spec.text_shape, spec.chunk_shape, spec.first_chunks, spec.controls,
         )  # fmt: skip
         self.budget, self._workers, self._watchdog_s, self._pictures = budget, workers, watchdog_s, pictures
         self.streams: dict[int, StreamProgress] = {}  # by session
@@ -254,7 +254,8 @@ class StreamingPipeline(Ring):
         for row in message.rows if message is not None else ():
             if row.step == 0 and row.chunk not in self.streams[row.session].chunks:  # else it runs once more
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
-                self.streams[row.session].chunks[row.chunk] = Chunk(row.epoch, cost, self._began_s)
+                control = self.sampler.sessions[row.session].held.changes
+                self.streams[row.session].chunks[row.chunk] = Chunk(row.epoch, cost, self._began_s, control)
                 self.streams[row.session].ahead_frames += self.info.chunk_frames
         while self._given:
             session, chunk, latents = self._given.popleft()
@@ -399,7 +400,8 @@ class StreamingPipeline(Ring):
         chunk_s = ready_s - chunk.admitted_s if piece.last else None
         if piece.last:
             self._finished_costs.append(chunk.cost)
-        return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
+        pictures = piece.pictures
+        return [Frames(stream.session, piece.chunk, chunk.epoch, pictures, piece.last, chunk_s, chunk.control)]
 
     def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
         """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.

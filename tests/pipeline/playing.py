@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +18,8 @@ CHUNKS, CHUNKS_LONG = 8, 16  # with a window of three chunks: evictions
 @dataclass(frozen=True)
 class Order:
     """What a session is opened with, and the chunk before which `play` changes its prompt by `switch`, or, with
-    `then_steps`, its number of steps."""
+    `then_steps`, its number of steps. `keys`: by chunk, what controls are set to before it is admitted, one after the
+    other."""
 
     text: str
     seed: int
@@ -26,6 +28,7 @@ class Order:
     change_at: int = 4
     then_steps: int | None = None
     switch: str = "keep"
+    keys: Mapping[int, Sequence[Mapping[str, float]]] = field(default_factory=dict)
 
 
 def local_ring(
@@ -42,6 +45,7 @@ def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNK
         ring.open(name, text, seed=order.seed, epoch=0, steps=order.steps, kv_context=order.kv_context)
     done: dict[int, list[torch.Tensor]] = {name: [] for name in orders}
     changed: set[int] = set()
+    pressed = dict.fromkeys(orders, -1)  # the chunk before which keys were set last
     while any(len(latents) < chunks for latents in done.values()):
         for name, order in orders.items():
             admitted = ring.scheduler.next_chunk(name)
@@ -51,7 +55,11 @@ def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNK
                     ring.set_conditioning(name, model.text.encode(BLUE), epoch=1, switch=order.switch)
                 else:
                     ring.set_steps(name, order.then_steps, epoch=1)
+            for values in order.keys.get(admitted, ()) if pressed[name] < admitted else ():
+                ring.set_controls(name, values)
+            pressed[name] = admitted
             limit = chunks + 6 if name in changed else order.change_at  # a staircase needs newcomers
+            limit = min([limit, *(chunk for chunk in order.keys if chunk > admitted)])
             ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
         for row, latents in ring.step_latents(1.0)[1]:

@@ -189,7 +189,7 @@ class Painter(FakePipeline):
             chunk_s = self.chunk_s * (stream.steps + 1) / (self.info.steps + 1)
             time.sleep(chunk_s)
             pictures = np.stack([self._paint(stream, number) for number in range(self.info.chunk_frames)])
-            made.append(Frames(slot, stream.chunk, stream.epoch, pictures, True, chunk_s))
+            made.append(Frames(slot, stream.chunk, stream.epoch, pictures, True, chunk_s, stream.changes))
             stream.chunk += 1
             self._made += 1
             if self._made == self.die_after_chunks:

@@ -18,7 +18,7 @@ from training.batches import Pool, TrackEncoder
 from training.denoiser import lesson_of
 from training.model_folder import save_model
 from training.network import TRANSFORMER, Network, _attend
-from training.world.tracks import CONTROLS
+from training.world.tracks import CONTROLS, KEYBOARD
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_the_finished_model_is_steered_as_the_network_in_training_and_begins_it_
     parts = network.text, network.finished()
     save_model(tmp_path, pool.encode.autoencoder, torch.zeros(channels), torch.ones(channels), parts, stream_settings())
     made = model.load_model(tmp_path, torch.device("cpu"))
-    assert made.spec.controls == CONTROLS and torch.equal(hidden(zero), before.hidden)
+    assert made.spec.controls == KEYBOARD and torch.equal(hidden(zero), before.hidden)
     torch.testing.assert_close(made.denoiser.embed(*given, keys).hidden, hidden(keys), atol=0.02, rtol=0.01)
     again = Network()
     again.load_model(made)

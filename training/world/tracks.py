@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from streamdiff.core import Control
 from streamdiff.models.tiny.scene import CAMERAS, HOURS, MOTIONS, WEATHERS
 from training.scene_rows import COLUMN
 
@@ -45,11 +46,16 @@ HOME = ((128, 128), (96, 64))
 """Where the first thing of a stream begins, (y, x): alone, or with a second one."""
 APART = (64, 128)
 """Where a second thing appears, seen from the first."""
-CONTROL_AXES, CONTROL_BUTTONS = ("move_x", "move_y", "pan_x"), ("stop",)
+KEYBOARD = (
+    Control("move_x", keys=("ArrowLeft", "ArrowRight")),
+    Control("move_y", keys=("ArrowUp", "ArrowDown")),
+    Control("pan_x", keys=("KeyA", "KeyD"), whole_chunk=True),
+    Control("stop", "button", keys=("Space",)),
+)
 """What steers a stream, one vector per latent frame. `move_x` and `move_y` move the first thing right and down at up to
 `STEERED` pixels per chunk, `stop` keeps it where it is, whatever the scene says. `pan_x` pans the camera right or left,
 in either direction at the usual speed, and is the same all over a chunk. At 0 the scene says what moves."""
-CONTROLS = (*CONTROL_AXES, *CONTROL_BUTTONS)
+CONTROLS = tuple(control.name for control in KEYBOARD)
 STEERED = 32
 
 _DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}

@@ -17,6 +17,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def encode(message: Command | Event) -> list[Part]:
     parts: list[Part] = []
 
     def put_beside(value: Any) -> dict[str, object]:
+        if is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
         if not isinstance(value, np.ndarray):
             parts.append(value)
             return {"shape": None}

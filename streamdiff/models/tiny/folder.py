@@ -10,8 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field
 
+from streamdiff.core import Control
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import TaehvConfig
 from streamdiff.models.spec import ModelSpec
@@ -29,7 +30,6 @@ _PARTS = (
     f"vae/{_FILE}",
 )
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Name = Annotated[str, StringConstraints(min_length=1)]
 
 
 class _StreamFacts(BaseModel):
@@ -45,8 +45,7 @@ class _StreamFacts(BaseModel):
     shift: _Positive
     context_sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
     steps: Annotated[tuple[Count, ...], Field(min_length=1)]
-    control_axes: tuple[_Name, ...] = ()
-    control_buttons: tuple[_Name, ...] = ()
+    controls: tuple[Control, ...] = ()
 
 
 class _Transformer(BaseModel):
@@ -114,9 +113,10 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
         **dict(stream),
     )
     planes = transformer.in_channels - transformer.out_channels
-    if len(set(spec.controls)) != len(spec.controls) or len(spec.controls) > planes:
+    names = [control.name for control in spec.controls]
+    if "" in names or len(set(names)) != len(names) or len(names) > planes:
         raise ConfigError(
-            f"{folder}: controls are {', '.join(spec.controls)}, but the transformer has {planes} input channels "
+            f"{folder}: controls are {', '.join(names)}, but the transformer has {planes} input channels "
             "beside the latents'; each control needs one, and a name of its own"
         )
     tokens = prod(size // patch for size, patch in zip(spec.chunk_shape[1:], transformer.patch_size, strict=True))

@@ -80,8 +80,9 @@ UPDATE_LENGTH = len(SessionUpdate(0).values())
 
 @dataclass(frozen=True)
 class StageMessage:
-    """`rows` with the tensors of a forward (latents and time embeddings into the first stage, then hidden states and
-    time embeddings, after the last stage the flow), or an `update` with the text embeddings of TEXT."""
+    """`rows` with the tensors of a forward (latents, time embeddings and control vectors into the first stage, then
+    hidden states and time embeddings, after the last stage the flow), or an `update` with the text embeddings of
+    TEXT."""
 
     kind: MessageKind
     rows: tuple[MicroStep, ...] = ()
@@ -131,10 +132,12 @@ class MessageLayout:
 
     @classmethod
     def within_first_stage(cls, model: StageModel, max_rows: int) -> MessageLayout:
-        """What the head gives the other ranks of its stage: latents and time embeddings, and text embeddings."""
+        """What the head gives the other ranks of its stage: latents, time embeddings and control vectors, and text
+        embeddings."""
         denoiser, spec = model.denoiser, model.spec
         frames, dtype = spec.chunk_latents // denoiser.patch[0], denoiser.dtype
-        shapes = (spec.chunk_shape, (frames, denoiser.width))
+        shapes: list[Shape] = [spec.chunk_shape, (frames, denoiser.width)]
+        shapes += [(frames, len(spec.controls))] if spec.controls else []
         return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
 
     @classmethod

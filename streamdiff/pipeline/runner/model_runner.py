@@ -164,7 +164,9 @@ class ModelRunner:
         like, width = torch.empty(0, dtype=self.denoiser.dtype, device=self.device), self.denoiser.width
         time = like.new_zeros(rows, self.grid[0], width)
         if self.first:
-            return like.new_zeros(rows, self.denoiser.latent_channels, *self.grid), time
+            latents = like.new_zeros(rows, self.denoiser.latent_channels, *self.grid)
+            controls = like.new_zeros(rows, self.grid[0], len(self.spec.controls))
+            return (latents, time, controls) if self.spec.controls else (latents, time)
         return like.new_zeros(rows, self.denoiser.tokens(self.grid) // self.shares, width), time
 
     def forget_sinks(self, session: int) -> None:
@@ -279,7 +281,8 @@ class ModelRunner:
         keeps it copies it. Mutates: the rows' caches.
 
         Args:
-            given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `TokenStates`.
+            given: on the first stage latents `[R, C, F, h, w]`, the time embedding `[R, F, D]` and control vectors
+                `[R, F, K]` where the model has some, else `TokenStates`.
 
         Returns:
             On the last stage the flow `[R, C, F, h, w]` alone, and where ranks share it that on the first of them only;
@@ -303,10 +306,10 @@ class ModelRunner:
 
     def enter(self, given: Tensors) -> TokenStates:
         """The stage's input as `TokenStates` for its first block."""
-        first, time = given
+        first, time, *controls = given
         if not self.first:
             return TokenStates(first, time)
-        hidden = self.denoiser.patches(first, self._folded)
+        hidden = self.denoiser.patches(first, self._folded, *controls)
         return TokenStates(hidden if self.group is None else self.group.own_tokens(hidden), time)
 
     def leave(self, tokens: TokenStates) -> Tensors:

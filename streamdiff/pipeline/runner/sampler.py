@@ -19,6 +19,7 @@ from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
+from streamdiff.pipeline.runner.controls import HeldControls
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
 from streamdiff.session_state.fields import DERIVED, STATE, session_state
 
@@ -211,6 +212,10 @@ class SamplerState:
     """By chunk in flight that started from one of both."""
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=DERIVED)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
+    controls: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
+    """By chunk in flight, or `kept`: its control vectors `[F, K]` on the CPU; empty where the model has no controls."""
+    held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
+    """The controls that the next chunk gets. A resumed session begins with none."""
     pictures: Any = field(default=None, metadata=STATE)
     """Memory of the model's `first_frame_reencoder`."""
 
@@ -225,6 +230,7 @@ class SamplerState:
         self.kept[chunk] = latents, row.steps
         if (gone := chunk - self.geometry.slots) >= self.geometry.pinned:
             self.kept.pop(gone, None)
+            self.controls.pop(gone, None)
 
 
 class LatentSampler:
@@ -303,17 +309,25 @@ class LatentSampler:
             )
 
     @torch.inference_mode()
-    def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, Tensor]:
-        """Model inputs for `rows`: latents `[R, C, F, h, w]` and time embeddings `[R, F, D]` in the model's dtype; a
-        chunk's first step takes its noise. Mutates: self."""
+    def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, ...]:
+        """Model inputs for `rows`: latents `[R, C, F, h, w]`, time embeddings `[R, F, D]` and, where the model has
+        controls, their vectors `[R, F, K]`, in the model's dtype; a chunk's first step takes its noise, and
+        the controls that are held. Mutates: self."""
         latents, times = [], []
         for row in rows:
             session = self.sessions[row.session]
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._begin(row)
+                if self.spec.controls:
+                    session.controls[row.chunk] = session.held.take(self.spec.chunk_latents, self.spec.controls)
             times.append(self._time(row))
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
-        return torch.stack(latents).to(self.dtype), torch.stack(times)
+        given = torch.stack(latents).to(self.dtype), torch.stack(times)
+        if not self.spec.controls:
+            return given
+        at_rest = torch.zeros(self.spec.chunk_latents, len(self.spec.controls))
+        controls = [self.sessions[row.session].controls.get(row.chunk, at_rest) for row in rows]
+        return *given, torch.stack(controls).to(self.device, self.dtype, non_blocking=True)
 
     def look_ahead(self, rows: Sequence[MicroStep]) -> None:
         """`rows` are about to enter: have prepared, while the stage computes, what their chunks' next steps need, and
@@ -349,6 +363,8 @@ class LatentSampler:
         if session.clean_pass:
             session.keep(row, self._remembered(session, row.chunk, x0))
             session.latents[key] = x0
+        else:
+            session.controls.pop(row.chunk, None)
         return Finished(row, x0)
 
     def _begin(self, row: MicroStep) -> Tensor:

@@ -137,6 +137,9 @@ def _check_sampler(head: HeadState, spec: ModelSpec) -> None:
         *((f"given_latents[{key}]", each) for key, each in new.given_latents.items()),
     ):
         _must(walk.described(latents) == shape, f"{where}.{name}", walk.described(latents), shape)
+    vectors = walk.described(torch.empty(spec.chunk_latents, len(spec.controls), device=walk.META))
+    for key, each in new.controls.items():
+        _must(walk.described(each) == vectors, f"{where}.controls[{key}]", walk.described(each), vectors)
     in_flight = {
         (number, chunk.epoch): chunk.back
         for chunk in scheduled.chunks
@@ -147,6 +150,8 @@ def _check_sampler(head: HeadState, spec: ModelSpec) -> None:
     clean = {number for (number, _), back in in_flight.items() if back >= scheduled.steps - 1}
     there = new.kept.keys() | new.given_latents.keys()
     _must(clean <= there, f"{where}.kept", sorted(there), f"of {sorted(clean)}, whose clean pass is to come")
+    steered, known = set(new.controls), new.kept.keys() | {number for number, _ in in_flight}
+    _must(not steered or (bool(spec.controls) and steered <= known), f"{where}.controls", sorted(steered), "of chunks")
     # A rerun waits for the chunks in flight, whose latents are kept by then.
     rerun, coming = scheduled.rerun, {number for number, _ in in_flight}
     possible = rerun == sorted(set(rerun)) and set(rerun) <= there | coming and (new.clean_pass or not rerun)

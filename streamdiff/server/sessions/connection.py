@@ -14,7 +14,14 @@ from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import TokenBucket
-from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S, ChangeMessage, ControlError, parse
+from streamdiff.server.sessions.control import (
+    CONTROLS_PER_S,
+    MAX_MESSAGE_BYTES,
+    MESSAGES_PER_S,
+    ChangeMessage,
+    ControlError,
+    parse,
+)
 from streamdiff.server.sessions.live_session import LiveSession
 
 STATS_INTERVAL_S = 0.5
@@ -31,8 +38,9 @@ class ControlConnection(ABC):
         self._peer, self._session, self._metrics, self._may_control = peer, session, metrics, may_control
         self._closed = False
         self._messages = TokenBucket(MESSAGES_PER_S, MESSAGES_PER_S)
+        self._controls = TokenBucket(CONTROLS_PER_S, CONTROLS_PER_S)
         self._rate_errors = TokenBucket(1, 1)
-        self._inbox: asyncio.Queue[str | bytes] = asyncio.Queue(MESSAGES_PER_S)
+        self._inbox: asyncio.Queue[str | bytes] = asyncio.Queue(MESSAGES_PER_S + CONTROLS_PER_S)
         self._tasks = [
             asyncio.create_task(self._process_inbox(), name=f"control-{peer}"),
             asyncio.create_task(self._send_stats(), name=f"stats-{peer}"),
@@ -64,10 +72,13 @@ class ControlConnection(ABC):
     def on_message(self, data: str | bytes) -> None:
         """Take a message of the peer: queued, or refused where too many come or it is too large. Mutates: self."""
         now_s = clock.monotonic_s()
-        if not self._messages.take(now_s) or self._inbox.full():
+        # Not parsed before it is counted: what only looks like a control costs no more than one.
+        holds = isinstance(data, str) and '"control"' in data[:200]
+        bucket, limit = (self._controls, CONTROLS_PER_S) if holds else (self._messages, MESSAGES_PER_S)
+        if not bucket.take(now_s) or self._inbox.full():
             self._metrics.controls.labels("any", "rate_limited").inc()
             if self._rate_errors.take(now_s):
-                self._refuse(ControlError("rate_limited", f"More than {MESSAGES_PER_S} messages in a second."))
+                self._refuse(ControlError("rate_limited", f"More than {limit} messages in a second."))
             return
         # Before it is kept: what waits here is bounded in bytes too.
         if (len(data) if isinstance(data, bytes) else len(data.encode("utf-8", "replace"))) > MAX_MESSAGE_BYTES:

@@ -8,6 +8,7 @@ A message is checked whole before anything changes. Pure: knows nothing about so
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,7 +24,9 @@ from streamdiff.errors import StreamdiffError
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 LARGEST_SNAPSHOT_BYTES = psutil.virtual_memory().total // 8
 """Of a saved session that is sent to go on here."""
-MESSAGES_PER_S = 50
+MESSAGES_PER_S, CONTROLS_PER_S = 50, 120
+"""Of one connection; messages that hold controls count for themselves."""
+MAX_CONTROLS = 64
 
 MAX_ID_CHARACTERS = 64
 MAX_SAFE_INTEGER = 2**53 - 1
@@ -55,6 +58,8 @@ Prompt = Annotated[
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="denoise steps of a chunk, of those the model has")]
 Strength = Annotated[float, Field(gt=0, le=1, description="near 0: the video as it is; 1: the prompt alone")]
+ControlName = Annotated[str, Field(min_length=1, max_length=64)]
+Axis = Annotated[float, Field(ge=-1, le=1)]
 Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS, description="frames shown per second")]
 Revision = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 Id = (
@@ -117,6 +122,20 @@ class StrengthMessage(ChangeMessage):
     strength: Strength
 
 
+class ControlsMessage(ChangeMessage):
+    """Hold controls of the model (`controls` in the state) from the next chunk on; others stay as they are."""
+
+    type: Literal["control"]
+    axes: dict[ControlName, Axis] = Field({}, max_length=MAX_CONTROLS, description="-1 to 1; 0: let go")
+    buttons: dict[ControlName, bool] = Field({}, max_length=MAX_CONTROLS)
+    t: float | None = Field(None, description="the client's time, said again in receipts")
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Of axes and buttons, by name."""
+        return self.axes | {name: float(pressed) for name, pressed in self.buttons.items()}
+
+
 class FpsMessage(ChangeMessage):
     """Show so many frames per second."""
 
@@ -148,6 +167,7 @@ ControlMessage = (
     | ResetMessage
     | StepsMessage
     | StrengthMessage
+    | ControlsMessage
     | FpsMessage
     | AdaptiveMessage
     | HoldMessage
@@ -321,7 +341,9 @@ class Receipt:
             del values[name]
         switch = self.control.switch if isinstance(self.control, PromptMessage) else None
         known = {name: value for name, value in values.items() if value not in (None, "")}
-        about = {"type": "receipt", "id": self.id, "kind": self.control.type}
+        about: dict[str, Any] = {"type": "receipt", "id": self.id, "kind": self.control.type}
+        if isinstance(self.control, ControlsMessage) and self.control.t is not None:
+            about["t"] = self.control.t
         return about | known | {"lag_s": round(self.lag_s, 4)} | ({"switch": switch} if switch else {})
 
 
@@ -382,7 +404,7 @@ class RequestTracker:
         lasting = [each for each in ahead if each.epoch is not None and not self._is_replaced(each)]
         receipts = []
         for request in ahead:
-            if request.epoch is None or epoch is None:
+            if request.epoch is None or epoch is None or request.control.type == "control":
                 self._open[request.request] = replace(request, frame=None, chunk=None)
                 receipts += self.refused(request.request, "", reason, now_s)
             else:
@@ -396,7 +418,7 @@ class RequestTracker:
         taken = [
             each
             for each in self._open.values()
-            if each.frame is None and each.epoch is not None and each.epoch <= epoch
+            if each.frame is None and each.epoch is not None and each.epoch <= epoch and each.control.type != "control"
         ]
         replaced = [each for each in taken if self._is_replaced(each, epoch)]
         receipts = []
@@ -408,6 +430,13 @@ class RequestTracker:
                 request = self._open[request.request] = replace(request, frame=first_frame, chunk=chunk)
                 receipts.append(request.at("applied", now_s))
         return receipts
+
+    def controls_applied(self, names: Sequence[str], first_frame: int, now_s: float, chunk: int) -> list[Receipt]:
+        """The first chunk that has the controls of these requests is made. Mutates: self."""
+        for name in names:
+            if name in self._open:
+                self._open[name] = replace(self._open[name], frame=first_frame, chunk=chunk)
+        return [self._open[name].at("applied", now_s) for name in names if name in self._open]
 
     def shown(self, frame: int, epoch: int, now_s: float, pts: int = 0) -> list[Receipt]:
         """Frame number `frame` of `epoch` is on show, with presentation time `pts`. Mutates: self."""
@@ -424,7 +453,7 @@ class RequestTracker:
         """Whether a later request, of those up to `epoch`, replaced this one, which was accepted: one of the same
         kind, or a reset a prompt. Requests of other kinds do not affect each other."""
         mine, kind = request.epoch or 0, request.control.type
-        return any(
+        return kind != "control" and any(
             other.epoch is not None
             and mine < other.epoch
             and (epoch is None or other.epoch <= epoch)

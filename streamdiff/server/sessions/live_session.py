@@ -10,12 +10,12 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.core import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES, control_values
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
@@ -36,6 +36,7 @@ from streamdiff.server.sessions.control import (
     RequestTracker,
     StreamEnded,
 )
+from streamdiff.server.sessions.steering import Steering
 from streamdiff.server.sessions.video_input import VideoInput
 from streamdiff.snapshot_header import SavedStream
 
@@ -136,6 +137,8 @@ class LiveSession:
         """The video that feeds it."""
         self.strength = DEFAULT_STRENGTH
         """Noise that is mixed with that."""
+        self.steering = Steering(id, send)
+        """The controls that are held."""
 
     @property
     def fps(self) -> float:
@@ -270,6 +273,7 @@ class LiveSession:
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
+        self.steering.forget()
         self._deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
         self._send_state()
 
@@ -288,6 +292,7 @@ class LiveSession:
         self._settle(OPENING, EngineFailure("the session ended before it was opened"))
         for name in self._answers:
             self._settle(name, StreamEnded("the session ended before this was answered"))
+        self.steering.close()
         if self.input is not None:
             await self.input.close()
         await self.playback.close()
@@ -315,6 +320,8 @@ class LiveSession:
                 if event.skip:
                     self.playback.clear_before(event.epoch, reset=False)
                 self._deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
+            case messages.ControlsApplied(requests=names, chunk=chunk, first_frame=frame):
+                self._deliver(self._requests.controls_applied(names, frame, now_s, chunk))
             case messages.Saved():
                 self._settle(event.request, event.data)
             case messages.Refused():
@@ -328,7 +335,11 @@ class LiveSession:
 
     def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch
-        match self._requests.find(event.request):
+        message = self._requests.find(event.request)
+        if isinstance(message, control.ControlsMessage):  # the state does not tell what is held
+            self._deliver(self._requests.accepted(event.request, event.epoch, "", "", now_s))
+            return
+        match message:
             case control.ResetMessage(seed=seed) as reset:
                 self.playback.clear_before(event.epoch)
                 self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
@@ -432,12 +443,15 @@ class LiveSession:
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
         self._demand = demand_after(self._demand, message)
+        if isinstance(message, control.ControlsMessage):
+            return await self._hold(message, owner)
         request = self._requests.begin(message, owner, clock.monotonic_s(), **load_limited_fields(message, self.limit))
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
                 # Video is shown as it came in, or was given: frames that are skipped would be missing at its end.
-                follows = self.input is not None or self.features.video_latents is not None
+                # And what is steered is seen without a gap.
+                follows = self.steering.begun or self.input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()
                 await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip))
             case control.ResetMessage(seed=seed):
@@ -455,6 +469,13 @@ class LiveSession:
                 shown_epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
                 self._deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
                 self._requests.forget(request)
+        return request
+
+    async def _hold(self, message: control.ControlsMessage, owner: str) -> str:
+        """Hold controls; with an id, or where an answer is waited for, it has receipts. Mutates: self."""
+        answered = message.id is not None or owner in self._answers
+        request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
+        await self.steering.hold(owner, message.values, request)
         return request
 
     async def _carry_out_here(self, message: ControlMessage) -> None:
@@ -519,6 +540,11 @@ class LiveSession:
             case control.PromptMessage(switch=switch) if switch is not None and switch not in self.switches:
                 why = f"`switch` is {switch!r}; this session can do {', '.join(self.switches)}."
                 raise ControlError("out_of_range", why, "switch", message.id)
+            case control.ControlsMessage(values=values):
+                try:
+                    control_values(self._ready.controls, values)
+                except RequestError as error:
+                    raise ControlError(error.code, str(error), error.field, message.id) from error
 
     async def limit_to(self, limit: LoadLimit) -> None:
         """Apply a load limit: send the engine its steps, play at its frame rate, broadcast the state. Mutates: self.
@@ -562,6 +588,7 @@ class LiveSession:
     def leave(self, peer: str) -> None:
         """Send `peer` no more messages. Mutates: self."""
         self.peers.pop(peer, None)
+        self.steering.leave(peer)
 
     def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
         """Send a message to all peers; `to_viewers`: instead of it, to those that may not control."""
@@ -580,9 +607,9 @@ class LiveSession:
             kind, stage, lag_s = receipt.control.type, receipt.stage, receipt.lag_s
             if stage in ("accepted", "refused", "superseded"):
                 self._metrics.controls.labels(kind, stage).inc()
-            if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset"):
+            if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset", "control"):
                 self._metrics.request_lag_s.labels(kind, stage).observe(lag_s)
-            self._lag_s = lag_s if stage == "shown" else self._lag_s
+            self._lag_s = lag_s if stage == "shown" and kind != "control" else self._lag_s
             if stage in ("accepted", "refused"):
                 self._settle(receipt.owner, receipt)
             if receipt.owner in self.peers:
@@ -609,6 +636,7 @@ class LiveSession:
             "asked_fps": demand.fps,
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
+            "controls": [asdict(each) for each in self._ready.controls],
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from streamdiff.core import Control
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
@@ -107,15 +108,19 @@ def rewritten(folder: Path, to: Path, **stream: object) -> Path:
 
 def test_a_model_names_its_controls_and_one_without_has_none(folder: Path, tmp_path: Path) -> None:
     assert model.load_model(folder, CPU).spec.controls == ()
-    loaded = model.load_model(rewritten(folder, tmp_path / "m", control_axes=["x"], control_buttons=["jump"]), CPU)
-    assert loaded.spec.controls == ("x", "jump") and loaded.denoiser.controls == 2
+    named = [{"name": "x", "keys": ["KeyA", "KeyD"]}, {"name": "jump", "kind": "button"}]
+    loaded = model.load_model(rewritten(folder, tmp_path / "m", controls=named), CPU)
+    assert loaded.spec.controls == (Control("x", keys=("KeyA", "KeyD")), Control("jump", "button"))
+    assert loaded.denoiser.controls == 2
     assert loaded.denoiser.extra_channels == model.load_model(folder, CPU).denoiser.extra_channels - 2
 
 
-@pytest.mark.parametrize("axes", ["x", [1], ["x", "x"], [f"x{i}" for i in range(99)]])
-def test_controls_that_cannot_be_are_refused(folder: Path, tmp_path: Path, axes: object) -> None:
+@pytest.mark.parametrize(
+    "names", ["x", [1], [{"name": ""}], [{"name": "x"}] * 2, [{"name": f"x{i}"} for i in range(99)]]
+)
+def test_controls_that_cannot_be_are_refused(folder: Path, tmp_path: Path, names: object) -> None:
     with pytest.raises(ConfigError):
-        model.load_model(rewritten(folder, tmp_path / "m", control_axes=axes), CPU)
+        model.load_model(rewritten(folder, tmp_path / "m", controls=names), CPU)
 
 
 def test_the_tokenizer_knows_every_word_of_the_captions_and_nothing_else() -> None:

@@ -20,18 +20,25 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.topology import Link, StageTopology, connect_stage, join_edges
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import THREE, Order, play
-from tests.small import CPU, RED, WHITE, small_model
+from tests.small import CONTROLS, CPU, RED, WHITE, small_model
 
 LEAVE_S = 60.0  # on a busy machine
 LIKENESS = 0.97
 ORDERS = THREE | {4: Order(RED, 9, 4, "clean", switch="recache-causal")}
 ADAPTIVE = {5: Order(RED, 5, 4, "clean"), 6: Order(WHITE, 6, 4, "same_step")}
 """Those of a model whose sink takes chunks in."""
+STEERED = {
+    7: Order(RED, 5, 4, "clean", switch="recache", keys={1: [{"x": 1.0}], 3: [{"x": 0, "jump": 1}], 6: [{"jump": 0}]}),
+    8: Order(RED, 5, 4, "staircase", keys={2: [{"pan": -0.5}], 5: [{"pan": 0}, {"x": -1}, {"x": 0}]}),
+    9: Order(WHITE, 6, 4, "same_step", keys={0: [{"x": 0.25}], 4: [{"x": -1, "pan": 1}]}),
+}
+"""Those of a model that has controls."""
 
 
 def shared_model(names: Iterable[int]) -> Model:
     """The model for these sessions: four blocks of four heads."""
-    model = small_model(1, layers=4, heads=4, sink=2)
+    controls = CONTROLS if STEERED.keys() & names else ()
+    model = small_model(1, layers=4, heads=4, sink=2, controls=controls)
     if ADAPTIVE.keys() & names:
         return replace(model, spec=replace(model.spec, adaptive_sink=LIKENESS, rope="absolute"))
     return model
@@ -69,7 +76,8 @@ def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
             connect_stage(part, topology, CPU).worker().run()
             continue
         ring = Ring(part, CPU, topology.rows, connect_stage(part, topology, CPU))
-        results[text] = play(ring, model, {name: (ORDERS | ADAPTIVE)[name] for name in case.names}, case.chunks)
+        orders = ORDERS | ADAPTIVE | STEERED
+        results[text] = play(ring, model, {name: orders[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:
         torch.save(results, out)

@@ -22,7 +22,7 @@ from streamdiff.pipeline.rank_process import link_fault
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import walk
-from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, Case, shared_model
+from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, STEERED, Case, shared_model
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU
@@ -45,7 +45,7 @@ def check(cases: list[str], folder: Path) -> None:
     expected = {}
     for text in cases:
         chunks, names = Case.of(text).chunks, Case.of(text).names
-        orders = {name: (ORDERS | ADAPTIVE)[name] for name in names}
+        orders = {name: (ORDERS | ADAPTIVE | STEERED)[name] for name in names}
         if names not in expected:
             expected[names] = alone(orders, chunks)
         for name in names:
@@ -61,8 +61,9 @@ def case(layout: str, chunks: int, names: Mapping[int, Order] = ORDERS, link: st
 @pytest.mark.slow
 def test_shared_stages_make_what_one_rank_makes(tmp_path: Path) -> None:
     """Five sessions at once, of all contexts, with a sink, evictions, a prompt switch and both recaches; also over a
-    CPU stand-in for NCCL, where a send waits for its receive; and of a model whose sink takes chunks in."""
-    cases = [case("1x2", 12), case("2x2", 12, link="nccl"), case("2x2", 12, ADAPTIVE)]
+    CPU stand-in for NCCL, where a send waits for its receive; of a model whose sink takes chunks in; and of one that is
+    steered."""
+    cases = [case("1x2", 12), case("2x2", 12, link="nccl"), case("2x2", 12, ADAPTIVE), case("2x2", 12, STEERED)]
     check(cases, tmp_path)
 
 

@@ -3,7 +3,7 @@ test run against. `python -m tests.server.scripted serve ...` is `streamdiff ser
 
 The background is the prompt's last known colour word. A white bar, one frame wide per frame, marks time, and a square
 in the upper right corner what the last prompt did to the past, unless it kept it. With fewer steps than usual a chunk
-takes less time, and the upper left corner is white.
+takes less time, and the upper left corner is white; while a control is held the middle is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ import yaml
 from numpy.typing import NDArray
 
 from streamdiff.config import Config, ModelConfig, ServeConfig
-from streamdiff.core import Frames, ModelInfo
+from streamdiff.core import Control, Frames, ModelInfo
 from streamdiff.engine.messages import Data
 from streamdiff.engine.process import ipc
 from streamdiff.engine.process import main as engine_main
@@ -60,6 +60,9 @@ INFO = ModelInfo(
     "scripted", "cpu", SIZE, SIZE, 40.0, CHUNK_FRAMES, 4, "clean", (4, 2),
     text_shape=TEXT_SHAPE, chunk_shape=CHUNK_SHAPE,
 )  # fmt: skip
+
+CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight")), Control("jump", "button", ("Space",)))
+"""Of the painter `steered`."""
 
 
 @dataclass
@@ -205,6 +208,8 @@ class Painter(FakePipeline):
         picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
         if stream.steps < self.info.steps:
             picture[:24, :24] = 255
+        if any(stream.held.values()):
+            picture[48:80, 48:80] = 255
         if stream.switch in MARKS:
             picture[:24, -24:] = MARKS[stream.switch]
         return picture
@@ -248,7 +253,8 @@ def main() -> int:
     if sys.argv[1] != "serve":
         name = _model_config().name
         dies = int(name.split("-")[1]) if name.startswith("dies-") else None
-        return paint(Painter(die_after_chunks=dies))
+        info = replace(INFO, controls=CONTROLS) if name == "steered" else INFO
+        return paint(Painter(die_after_chunks=dies, info=info))
     # The web server's half is for its own process, engines start without.
     from streamdiff.engine.process.engine_process import EngineProcess
     from streamdiff.server import main as server

@@ -8,6 +8,7 @@ import { drawPicture, frameOf, startPictures } from "./picture.js";
 import { startRecording } from "./record.js";
 import { openShared, share } from "./share.js";
 import { drawStats, startMeasuring } from "./stats.js";
+import { startSteering } from "./steer.js";
 import { chip, drawSuggestions, startSuggestions } from "./suggestions.js";
 
 const video = $("video");
@@ -122,6 +123,7 @@ function drawState(state) {
   drawNotice(away ? `${away}: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawSuggestions(state.text, suggest);
+  steering.draw(state.controls);
   drawStatus();
 }
 
@@ -148,6 +150,7 @@ const PAST = { recache: ", past recached", "recache-causal": ", past recached", 
 const quoted = (text) => (text.length > 60 ? `“${text.slice(0, 57)}…”` : `“${text}”`);
 
 function onReceipt(receipt) {
+  if (receipt.kind === "control") steering.receipt(receipt);
   const request = asked.get(receipt.id);
   if (!request) return;
   const lag = performance.now() - request.at;
@@ -490,6 +493,7 @@ const camera = startCamera({
   iceServers: () => client.iceServers(),
   size: () => view.size,
 });
+const steering = startSteering(client, () => view.steers && client.connected, view);
 startMeasuring(client, view);
 startFolding();
 startRecording(video, (text) => drawReceipt(text));

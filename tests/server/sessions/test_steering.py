@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 
 from streamdiff.config import Config
-from streamdiff.core import Control
 from streamdiff.server.sessions.control import CONTROLS_PER_S
 from streamdiff.server.sessions.steering import SILENCE_S, HeldControls
 from tests.server.conftest import CONTROL, VIEW, Site, bearer, locked, open_site
-from tests.server.scripted import INFO, Painter
+from tests.server.scripted import CONTROLS, INFO, Painter
 from tests.server.socket_client import SocketClient
 
 pytestmark = pytest.mark.slow
-CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight")), Control("jump", "button", ("Space",)))
 
 
 @asynccontextmanager

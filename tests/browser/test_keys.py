@@ -1,0 +1,68 @@
+"""A world that is steered by keys, in headless Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from benchmarks.browser import Server, console_errors, running_server
+from tests.browser.looking import painted_server, until
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(painted_server("--name", "steered")) as server:
+        yield server
+
+
+@pytest.fixture
+def page(server: Server, browser: WebDriver) -> Iterator[WebDriver]:
+    browser.get("about:blank")
+    browser.get(server.url)
+    until(browser, lambda seen: seen["status"] == "Live")
+    yield browser
+    assert console_errors(browser) == []
+    browser.get("about:blank")
+
+
+def held(seen: dict[str, Any]) -> bool:
+    """Whether the middle of the picture is white: a control is held."""
+    pixels = seen["pixels"]
+    return pixels is not None and min(pixels[4 * (32 * 15 + 15) :][:3]) > 200
+
+
+def test_keys_are_held_while_they_are_down_and_let_go_when_the_page_loses_them(page: WebDriver) -> None:
+    assert page.find_element("id", "pad").is_displayed()
+    assert [each.text for each in page.find_elements("class name", "key")] == ["←", "→", "Space"]
+    actions = ActionChains(page)
+    actions.key_down(Keys.ARROW_RIGHT).perform()
+    until(page, held)
+    assert page.find_element("css selector", ".key.held").text == "→"
+    until(page, lambda _: "on screen after" in page.find_element("id", "pad-lag").text)
+    actions.key_up(Keys.ARROW_RIGHT).perform()
+    until(page, lambda seen: not held(seen))
+    actions.key_down(Keys.SPACE).perform()  # this world's, not pause
+    until(page, held)
+    page.execute_script("window.dispatchEvent(new Event('blur'))")
+    until(page, lambda seen: not held(seen) and seen["status"] == "Live")
+    actions.key_up(Keys.SPACE).perform()
+
+
+def test_a_key_in_the_prompt_is_a_letter_and_buttons_on_the_picture_are_keys(page: WebDriver) -> None:
+    prompt = page.find_element("id", "prompt")
+    prompt.click()
+    ActionChains(page).key_down(Keys.SPACE).key_up(Keys.SPACE).send_keys("x").perform()
+    assert prompt.get_attribute("value").endswith(" x")
+    assert not held(until(page, lambda seen: seen["pixels"] is not None))
+    button = page.find_elements("class name", "key")[0]
+    ActionChains(page).click_and_hold(button).perform()
+    until(page, held)
+    ActionChains(page).release(button).perform()
+    until(page, lambda seen: not held(seen))

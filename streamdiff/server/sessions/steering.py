@@ -16,7 +16,7 @@ SILENCE_S = 1.0
 
 
 @dataclass
-class HeldControls:
+class ControlHolders:
     """Controls that do not rest, by name: who set each last, and by peer when it was heard from. Sans-IO."""
 
     holders: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Steering:
 
     def __init__(self, session: str, send: Callable[[Command], Awaitable[None]]) -> None:
         self._session, self._send = session, send
-        self._held, self._left = HeldControls(), asyncio.Event()
+        self._held, self._left = ControlHolders(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -85,7 +85,7 @@ class Steering:
 
     def forget(self) -> None:
         """The engine has ended; the next one holds nothing. Mutates: self."""
-        self._held = HeldControls()
+        self._held = ControlHolders()
 
     def close(self) -> None:
         if self._task is not None:

@@ -12,7 +12,7 @@ import pytest
 
 from streamdiff.config import Config
 from streamdiff.server.sessions.control import CONTROLS_PER_S
-from streamdiff.server.sessions.steering import SILENCE_S, HeldControls
+from streamdiff.server.sessions.steering import SILENCE_S, ControlHolders
 from tests.server.conftest import CONTROL, VIEW, Site, bearer, locked, open_site
 from tests.server.scripted import CONTROLS, INFO, Painter
 from tests.server.socket_client import SocketClient
@@ -38,7 +38,7 @@ def held(painter: Painter) -> dict[str, float]:
 
 
 def test_what_a_peer_holds_is_let_go_when_it_leaves_or_is_silent_and_not_what_others_hold_by_then() -> None:
-    controls = HeldControls()
+    controls = ControlHolders()
     controls.hold("a", {"x": 1.0, "jump": 1.0}, 0.0)
     controls.hold("b", {"x": -1.0}, 0.5)  # the newest counts
     assert controls.next_s() == SILENCE_S and controls.let_go(0.9) == {}

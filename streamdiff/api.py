@@ -146,12 +146,13 @@ class StreamSession:
 
     # ---- control ------------------------------------------------------------------------------------------------
 
-    def set_prompt(self, text: str, switch: str | None = None) -> str:
+    def set_prompt(self, text: str, switch: str | None = None, *, over: int = 1, along: str = "line") -> str:
         """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
 
         `switch` says what becomes of the past: `keep` it, `recache` it under the new prompt (in one forward; chunk by
         chunk with `recache-causal`), `flush` all but the first chunks, or `reset`: restart. None: what the model
-        was made for; the embedded one has `keep`.
+        was made for; the embedded one has `keep`. With `over` it comes over so many chunks, whose embeddings are mixed
+        `along` the `line` from the old to the new ones, or the `sphere`.
 
         Waits until the prompt is encoded; frames may be taken in another thread meanwhile.
 
@@ -160,7 +161,7 @@ class StreamSession:
         """
         switch = switch or self._switch
         request = f"{'reset' if switch == 'reset' else 'prompt'} {next(self._numbers)}"
-        accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch), request)
+        accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch, over=over, along=along), request)
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 

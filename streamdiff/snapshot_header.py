@@ -57,7 +57,8 @@ class SnapshotHeader:
 @dataclass(frozen=True)
 class SavedStream:
     """A saved session: the prompt as the model was given it (more characters than any that is accepted becomes), its
-    latest epoch, the number of its next frame and of the next one to be shown, and what it is opened with."""
+    latest epoch, the number of its next frame and of the next one to be shown, and what it is opened with; whether the
+    prompt has not come whole yet."""
 
     text: Annotated[str, Field(max_length=10_000)]
     epoch: _Number
@@ -66,6 +67,7 @@ class SavedStream:
     seed: int
     steps: int
     kv_context: str
+    blending: bool = False
 
 
 _HEADER, _STREAM = TypeAdapter(SnapshotHeader), TypeAdapter(SavedStream)

@@ -98,6 +98,12 @@ class FakePipeline:
         stream.paint, stream.epoch, stream.switch = conditioning, epoch, switch
         self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
 
+    def next_chunk(self, session: int) -> int:
+        return self.streams[session].chunk
+
+    def blended(self, before: Any, after: Any, share: float, along: str) -> Any:
+        return tuple(round((1 - share) * one + share * other) for one, other in zip(before, after, strict=True))
+
     def set_controls(self, session: int, values: Mapping[str, float]) -> int:
         control_values(self.info.controls, values)
         stream = self.streams[session]

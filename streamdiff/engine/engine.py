@@ -23,6 +23,7 @@ from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
     check_begin,
+    check_blend,
     check_open,
     check_prompt,
     closed_before,
@@ -253,6 +254,7 @@ class Engine:
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(session.slot, command.switch)
+            check_blend(command)
             previous = self._prompt_queue.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
             pending = PendingRequest(command, reading.text, reading.notice)
@@ -289,7 +291,7 @@ class Engine:
                 self._swapping.set_active(slot, request)
             case SetPrompt():
                 self._pipeline.check_switch(slot, request.switch)
-                change = request.request, request.switch, request.skip
+                change = request.request, request.switch, request.skip, request.over, request.along
                 return session.set_prompt(pending.text, pending.notice, *change)
             case messages.SetSteps():
                 self._pipeline.check_steps(slot, request.steps)
@@ -413,6 +415,8 @@ class Engine:
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
         reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt("")
+        if saved.blending:  # it comes whole at once
+            return reading if reading.text else ParsedPrompt(saved.text)
         return ParsedPrompt("", reading.notice) if reading.text == saved.text else reading
 
     def _resume(self, command: Open, pending: PendingRequest) -> list[Event]:

@@ -15,6 +15,7 @@ from streamdiff.core import PROMPT_POLICIES, ModelInfo
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
 """A file's content."""
+BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
 DEFAULT_STRENGTH = 0.4
 """Noise level of a video input that names none."""
 
@@ -91,12 +92,16 @@ class SetPrompt(StreamCommand):
     Where encoding a text is slow, the answer comes when it is done, and the stream continues meanwhile; so for `Open`,
     and for a `Reset` that comes after. `switch`, one of PROMPT_POLICIES, says what becomes of the past. `skip`: frames
     that are not shown when the first ones under this prompt are there will be skipped, so those are made at once.
+    `over`: the prompt comes over so many chunks, whose embeddings are mixed `along` a line or the sphere (`BLENDS`);
+    the past is kept meanwhile, and a recache runs after the last.
     """
 
     prompt: str
     request: str = ""
     switch: str = "keep"
     skip: bool = False
+    over: int = 1
+    along: str = "line"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,20 @@ if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 
+@dataclass
+class Blend:
+    """A prompt that comes over `over` chunks: `share` of them have been given their mix of what held `before` and what
+    comes `after`; the latest of them is chunk `chunk`. `switch` holds from the last one on."""
+
+    before: Any
+    after: Any
+    over: int
+    along: str
+    switch: str
+    share: int = 0
+    chunk: int = -1
+
+
 @dataclass(eq=False)
 class Session:
     """One stream, in slot `slot` of `_pipeline`. Every method calls the pipeline as needed and returns the events."""
@@ -62,6 +76,9 @@ class Session:
     _pending: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """What was accepted and is not applied yet, in order: by kind (prompt, steps, input) its epoch, and what becomes of
     the past, the steps, or the strength."""
+    _blend: Blend | None = field(default=None, init=False)
+    _given: Any = field(default=None, init=False)
+    """The conditioning that the pipeline was given last; None: that of the text."""
     _applied_epoch: int = field(init=False)
     _oldest_epoch: int = field(init=False)
     _skip_epoch: int = field(init=False)
@@ -109,7 +126,10 @@ class Session:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
         assert not self.changes, "apply_pending comes first"
         epoch, made, shown = self.epoch - self._epoch_shift, self._made_frames, self._shown_frames
-        return {"text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown}
+        return {
+            "text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown,
+            "blending": self._blend is not None,
+        }  # fmt: skip
 
     def resume_at(self, saved: SavedStream, chunk: int, oldest_epoch: int, epoch: int, paused: bool) -> None:
         """Go on where a session was saved whose stream the pipeline has loaded, and is so far. Mutates: self."""
@@ -129,15 +149,21 @@ class Session:
         self._made_frames = max(self._made_frames, made_frames)
         self._shown_frames = self._made_frames - max(0, made_frames - shown_frames)
 
-    def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False) -> list[Event]:
+    def set_prompt(
+        self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False, over: int = 1,
+        along: str = "line",
+    ) -> list[Event]:  # fmt: skip
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
         "reset" the stream restarts with it, at once; with `skip` its first frames need not wait for those that
-        were made before them."""
+        were made before them; `over` and `along` as in `SetPrompt`."""
+        before = None
+        if over > 1:
+            before = self.conditioning if self._given is None else self._given
         self.text, self.embeddings = text, None
         if switch == "reset":
             self.reset(None, request)
         else:
-            self._change("prompt", switch)
+            self._change("prompt", Blend(before, self.conditioning, over, along, switch))
             if skip:
                 self._skip_epoch = self.epoch
                 self._set_frame_credit()
@@ -180,8 +206,10 @@ class Session:
 
     @property
     def changes(self) -> bool:
-        """Whether something that was accepted is not applied yet."""
-        return bool(self._pending)
+        """Whether something that was accepted is not applied yet, or the next chunk is another one of a blend."""
+        return bool(self._pending) or (
+            self._blend is not None and self._blend.chunk != self._pipeline.next_chunk(self.slot)
+        )
 
     @property
     def input_changes(self) -> bool:
@@ -196,11 +224,30 @@ class Session:
             epoch, value = self._pending.pop(kind)
             epoch -= self._epoch_shift
             if kind == "prompt":
-                self._pipeline.set_conditioning(self.slot, self.conditioning, epoch=epoch, switch=value)
+                self._blend = value
+                self._blend_on(epoch)
             elif kind == "steps":
                 self._pipeline.set_steps(self.slot, value, epoch=epoch)
             else:
                 self._pipeline.set_input(self.slot, value, epoch=epoch)
+
+        if self.changes:
+            self.epoch += 1
+            self._blend_on(self.epoch - self._epoch_shift)
+
+    def _blend_on(self, epoch: int) -> None:
+        """Give the pipeline the conditioning of the next chunk of the blend. Mutates: self."""
+        blend = self._blend
+        assert blend is not None, "there is one"
+        blend.share, blend.chunk = blend.share + 1, self._pipeline.next_chunk(self.slot)
+        last = blend.share >= blend.over
+        self._given = blend.after
+        if not last:
+            self._given = self._pipeline.blended(blend.before, blend.after, blend.share / blend.over, blend.along)
+        switch = blend.switch if last else "keep"
+        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch)
+        if last:
+            self._blend = None
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -213,6 +260,7 @@ class Session:
         self._oldest_epoch = self.epoch
         self._shown_frames = self._made_frames
         self._pending.pop("prompt", None)
+        self._blend = self._given = None
         self.apply_pending()
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
         self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamdiff.core import ModelInfo
 from streamdiff.engine.features import check_together, features_of
-from streamdiff.engine.messages import Command, Open, Refused, Reset, Shutdown
+from streamdiff.engine.messages import BLENDS, MAX_BLEND_CHUNKS, Command, Open, Refused, Reset, SetPrompt, Shutdown
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 
 SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
@@ -22,6 +22,18 @@ def check_prompt(prompt: str) -> None:
         raise RequestError(
             "prompt",
             f"the prompt has {len(prompt):,} characters; at most {MAX_PROMPT_CHARACTERS:,} are read. Shorten it.",
+        )
+
+
+def check_blend(command: SetPrompt) -> None:
+    """Raises RequestError unless a prompt can come over so many chunks."""
+    if not 1 <= command.over <= MAX_BLEND_CHUNKS:
+        raise RequestError("over", f"over is {command.over}; a prompt comes over 1 to {MAX_BLEND_CHUNKS} chunks")
+    if command.along not in BLENDS:
+        raise RequestError("along", f"along is {command.along!r}; it can be {' or '.join(BLENDS)}")
+    if command.over > 1 and command.switch in ("flush", "reset"):
+        raise RequestError(
+            "over", f"a prompt that comes over {command.over} chunks keeps the past; `switch` is {command.switch}"
         )
 
 

@@ -88,6 +88,21 @@ class Schedule:
         return self.first if chunk == 0 and self.first is not None else self
 
 
+def blended(before: Tensor, after: Tensor, share: float, along: str) -> Tensor:
+    """Embeddings `[T, D]` of which `share`, 0 to 1, are `after`: along a `line`, or row by row along the `sphere`, as
+    a row's direction turns at an even rate and its length changes evenly."""
+    if along == "line":
+        return before.lerp(after, share)
+    import torch
+
+    lengths = before.norm(dim=-1, keepdim=True), after.norm(dim=-1, keepdim=True)
+    one, other = before / lengths[0], after / lengths[1]
+    angle = (one * other).sum(-1, keepdim=True).clamp(-1, 1).acos()
+    turned = (((1 - share) * angle).sin() * one + (share * angle).sin() * other) / angle.sin()
+    straight = before.lerp(after, share)  # of rows that are zero, or point the same or the opposite way
+    return torch.where(angle.sin() > 1e-3, turned * lengths[0].lerp(lengths[1], share), straight)
+
+
 def nearest_steps(old: Schedule, new: Schedule) -> tuple[int, ...]:
     """For each step of `new` the step of `old` whose timestep is nearest to its own; of two the noisier."""
     return tuple(

@@ -20,7 +20,7 @@ from streamdiff.core import Chunk, Frames, ModelInfo, StreamProgress, min_ahead_
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
-from streamdiff.models.sampling import Schedule
+from streamdiff.models.sampling import Schedule, blended
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece, RemoteDecoding
 from streamdiff.pipeline.distributed.link import LinkClosed
@@ -171,6 +171,14 @@ class StreamingPipeline(Ring):
         self.scheduler.hold(session, False)
         super().reset(session, conditioning, epoch=epoch, **more)
         self._begin(session, self.streams[session].background, epoch)
+
+    def next_chunk(self, session: int) -> int:
+        """The chunk that is admitted next."""
+        return self.scheduler.next_chunk(session)
+
+    def blended(self, before: Tensor, after: Tensor, share: float, along: str) -> Tensor:
+        """As `sampling.blended`."""
+        return blended(before, after, share, along)
 
     def set_paused(self, session: int, paused: bool) -> None:
         self.scheduler.set_paused(session, paused)

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidatio
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from streamdiff.core import PromptPolicy
-from streamdiff.engine.messages import Pictures, Ready
+from streamdiff.engine.messages import MAX_BLEND_CHUNKS, Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 from streamdiff.errors import StreamdiffError
 
@@ -91,6 +91,8 @@ class PromptMessage(ChangeMessage):
     type: Literal["prompt"]
     prompt: Prompt
     switch: PromptPolicy | None = Field(None, description="what it does to the past; left out: what suits the model")
+    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = Field(1, description="chunks over which it comes")
+    along: Literal["line", "sphere"] = Field("line", description="how embeddings are mixed meanwhile")
 
 
 class ResetMessage(ChangeMessage):

@@ -453,7 +453,8 @@ class LiveSession:
                 # And what is steered is seen without a gap.
                 follows = self.steering.begun or self.input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()
-                await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip))
+                blend = {"over": message.over, "along": message.along}
+                await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip, **blend))
             case control.ResetMessage(seed=seed):
                 image = message.picture if isinstance(message, control.PictureReset) else None
                 none = isinstance(message, control.PictureReset) and image is None

@@ -54,11 +54,11 @@ class FakePipeline:
         self.on_fault: Callable[[int, str], None] = lambda session, why: None
 
     @property
-    def swapping(self) -> Any:
+    def resting(self) -> Any:
         """The fake is its own collaborators."""
         return self
 
-    saving = video = figures = swapping
+    video = figures = resting
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         if kv_context not in ("clean", "staircase", "same_step"):

@@ -111,7 +111,7 @@ class Engine:
         self._apply_changes()  # before a session that came back for them is swapped out again
         if self._swapping.has_work:
             events += self._swap()
-        if self._saves.queue or self._pipeline.saving.savings:
+        if self._saves.queue or self._pipeline.resting.savings:
             events += self._saves.advance()
         self._pipeline.attend()
         return events
@@ -125,7 +125,7 @@ class Engine:
     def _apply_changes(self) -> None:
         """Give the pipeline the prompts, steps and inputs that were accepted. Mutates: the sessions."""
         for session in self._sessions.values():
-            if session.changes and not self._pipeline.swapping.is_away(session.slot):
+            if session.changes and not self._pipeline.resting.is_away(session.slot):
                 try:
                     session.apply_pending()
                 except SESSION_ERRORS as error:
@@ -299,7 +299,7 @@ class Engine:
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
             case InputFrames():
-                if not self._pipeline.swapping.is_away(slot):
+                if not self._pipeline.resting.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
                     self._pipeline.video.check_input(None)
                     self._pipeline.video.feed(slot, request.pictures)
@@ -415,7 +415,7 @@ class Engine:
         """Open a session that continues from a snapshot, with what has been changed since."""
         assert command.snapshot is not None
         try:
-            snapshot = self._pipeline.saving.read_snapshot(command.snapshot)
+            snapshot = self._pipeline.resting.read_snapshot(command.snapshot)
             saved = saved_stream(snapshot)
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
@@ -429,8 +429,8 @@ class Engine:
             min_ahead_frames=self._min_ahead_frames(saved.steps, saved.kv_context),
             start=start if pending.made.start is None else pending.made.start, embeddings=embeddings,
         )  # fmt: skip
-        frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.saving.load(slot, snapshot))
-        session.resume_at(saved, *self._pipeline.saving.progress(slot))
+        frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.resting.load(slot, snapshot))
+        session.resume_at(saved, *self._pipeline.resting.progress(slot))
         self._sessions[session.name] = self._in_slot[slot] = session
         events = [event for each in frames for event in self._number(each)]
         new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)

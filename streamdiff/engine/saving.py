@@ -34,17 +34,17 @@ class SaveQueue:
     def advance(self) -> list[Event]:
         """Continue with the first one; returns the answers of those that are finished. Mutates: self, pipeline."""
         events: list[Event] = []
-        for ticket, made in self._pipeline.saving.take_done():
+        for ticket, made in self._pipeline.resting.take_done():
             if ticket == self._ticket:  # else its session has ended meanwhile
                 self._ticket = None
                 events.append(self._answer(made))
         if self.queue and self._ticket is None:
             session = self._sessions[self.queue[0].session]
-            if session.changes and self._pipeline.swapping.is_away(session.slot):
+            if session.changes and self._pipeline.resting.is_away(session.slot):
                 self._swapping.call(session.slot)  # its stages have none of them
-            elif self._pipeline.saving.comes_to_rest(session.slot):
+            elif self._pipeline.resting.comes_to_rest(session.slot):
                 try:
-                    self._ticket = self._pipeline.saving.begin(session.slot, _file_of(session))
+                    self._ticket = self._pipeline.resting.save(session.slot, _file_of(session))
                 except ConfigError as error:
                     events.append(self._answer(error))
         return events

@@ -22,7 +22,7 @@ class Swapping:
     """Swaps the sessions of a pipeline, by slot."""
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
-        self._ring = pipeline.swapping
+        self._ring = pipeline.resting
         self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
         self._called: dict[int, None] = {}  # those that are to come back, longest first
         self._put_off: dict[int, list[PendingRequest]] = {}

@@ -17,7 +17,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import taehv, wan
 from streamdiff.pipeline.runner.init_latents import ChunkLevels
 from streamdiff.pipeline.runner.sampler import PendingSteps
-from streamdiff.pipeline.snapshot.saving import head_state
+from streamdiff.pipeline.snapshot.parts import head_state
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import fields as declared
 from streamdiff.session_state import walk

@@ -46,6 +46,8 @@ class FakePipeline:
     encodings = 0
     inputs: tuple[int, ...] = ()
     savings: tuple[int, ...] = ()
+    away: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.streams: dict[int, FakeStream] = {}
@@ -188,9 +190,6 @@ class FakePipeline:
 
     def place(self, session: int) -> str:
         return "device"
-
-    def take_lost(self) -> list[int]:
-        return []
 
     def take_done(self) -> list[tuple[int, Any]]:
         return []

@@ -432,7 +432,8 @@ class Ring:
         self._forget_retries(session)
         self._change_steps()
         self._begin_at(session, state)
-        self.tell(MessageKind.RESET, SessionUpdate(session, epoch))
+        update = SessionUpdate(session, epoch, steps=schedule.steps, kv_context=old.kv_context)
+        self.tell(MessageKind.RESET, update)
         self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), conditioning)
 
     def close_session(self, session: int) -> None:

@@ -30,7 +30,7 @@ from streamdiff.pipeline.ring import Ring, RingParts
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
 from streamdiff.pipeline.runner.sampler import Finished
-from streamdiff.pipeline.snapshot.resting import RestingSessions
+from streamdiff.pipeline.snapshot.resting import RestingStates
 from streamdiff.pipeline.throughput import PipelineFigures
 from streamdiff.pipeline.video_input.feeding import VideoInputs
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -97,7 +97,7 @@ class StreamingPipeline(Ring):
         if workers is not None:
             workers.start(self, self.wake)
         self.figures = PipelineFigures(self.info, self, workers, budget)
-        self.resting = RestingSessions(self)
+        self.resting = RestingStates(self)
         self.video = VideoInputs(pictures, spec, self.wake)
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
@@ -164,7 +164,8 @@ class StreamingPipeline(Ring):
         return conditioning, None if latents is None else torch.from_numpy(np.array(latents)), given
 
     def reset(self, session: int, conditioning: Tensor, *, epoch: int, **more: Any) -> None:
-        """As `Ring.reset`; the frame credit is 0 until it is set again. Not of a session that `is_away`."""
+        """As `Ring.reset`; the frame credit is 0 until it is set again. A session that is swapped out was told to come
+        back before (`swap_in`), as that takes memory."""
         self.resting.forget(session)
         self.scheduler.hold(session, False)
         super().reset(session, conditioning, epoch=epoch, **more)
@@ -281,7 +282,8 @@ class StreamingPipeline(Ring):
     @property
     def _others_busy(self) -> bool:
         """Whether something will come of saving, swapping or encoding video."""
-        return self.resting.busy or bool(self.video.inputs and self.video.encoding)
+        resting = (self.resting.savings or self.resting.away) and self.resting.busy
+        return bool(resting or (self.video.inputs and self.video.encoding))
 
     def memory_bytes(self) -> int:
         """Bytes that this process has taken of its GPU, or without one of the machine's memory."""

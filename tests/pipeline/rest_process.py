@@ -78,7 +78,7 @@ def out(shown: Shown, folder: Path, ranks: int) -> None:
 
 def back(shown: Shown) -> None:
     shown.pipeline.resting.swap_in(0)
-    while shown.pipeline.resting.is_away(0):
+    while shown.pipeline.resting.is_away(0) and not shown.pipeline.resting.lost:
         shown.step(1)
 
 
@@ -115,7 +115,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
         out(shown, folder, ranks)
         damage(next(file for file in swap_files(folder) if f"/proc/{os.getpid()}/" not in str(file)))
         back(shown)
-        assert pipeline.resting.take_lost() == [0]
+        assert pipeline.resting.lost == [0]
         shown.pictures[0].clear()
         pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
         shown.play(2, 0)

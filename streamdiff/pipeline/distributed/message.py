@@ -50,7 +50,7 @@ class Outcome(IntEnum):
 @dataclass(frozen=True)
 class SessionUpdate:
     """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
-    `visible_from_chunk` but the sink; `steps` matters to OPEN, STEPS and PUT_BACK, `kv_context` to OPEN and PUT_BACK.
+    `visible_from_chunk` but the sink; `steps` matters to OPEN, RESET, STEPS and PUT_BACK, and `kv_context`.
     COPY_OUT copies what a rank has of the session to the head, where it is `saved`, or to that rank's own `SwapStore`,
     and then its memory is free; PUT_BACK puts it back from there. Both have a ticket in `epoch`; `outcome` is theirs on
     the stages that they have come through."""

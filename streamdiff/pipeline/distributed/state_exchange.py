@@ -173,8 +173,8 @@ class StateMover:
         return Outcome.DONE
 
     def put_back(self, update: SessionUpdate) -> Outcome:
-        """See `SessionUpdate`. From the store a session gets caches again, where its part is lost empty ones. NOT_YET:
-        ask again. Mutates: the stage."""
+        """See `SessionUpdate`. From the store a session gets caches again, unless its part is LOST; NOT_YET: ask again.
+        Mutates: the stage."""
         stage, session, name = self._stage, update.session, swapped(update.session)
         if update.saved:
             key = ticket_key(stage.exchange_key, update.epoch)
@@ -185,12 +185,8 @@ class StateMover:
         outcome = readiness(stage.swaps, name)
         if stage.group is not None:  # a part that one of them cannot give is of no use to the others
             outcome = Outcome(stage.group.highest(outcome))
-        if outcome is Outcome.NOT_YET:
-            return outcome
-        stage.open(session, steps=update.steps, kv_context=update.kv_context)
-        if outcome is Outcome.LOST:
-            stage.swaps.drop(name)
-        else:
+        if outcome is Outcome.DONE:
+            stage.open(session, steps=update.steps, kv_context=update.kv_context)
             stage.swaps.take(name, stage.sessions[session])
             stage.follow_copies(session)
         return outcome

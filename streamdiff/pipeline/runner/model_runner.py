@@ -129,8 +129,11 @@ class ModelRunner:
                 self.open(update.session, steps=update.steps, kv_context=update.kv_context)
             case MessageKind.TEXT:
                 self.set_text(update.session, update.epoch, tensors[0], update.oldest, update.visible_from_chunk)
-            case MessageKind.RESET:
+            case MessageKind.RESET if update.session in self.sessions:
                 self.reset(update.session)
+            case MessageKind.RESET:  # it is swapped out, and what it was is not needed any more
+                self.mover.forget(update.session)
+                self.open(update.session, steps=update.steps, kv_context=update.kv_context)
             case MessageKind.STEPS:
                 self.set_steps(update.session, update.epoch, update.steps, update.oldest)
             case MessageKind.CLOSE:
@@ -211,11 +214,13 @@ class ModelRunner:
     @torch.inference_mode()
     def set_steps(self, session: int, epoch: int, steps: int, oldest: int) -> None:
         """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
-        of the one before if it has none; epochs before `oldest` are dropped. Mutates: self."""
-        kept = self.sessions[session]
-        for latest in sorted(kept.text)[-1:]:  # none where what it was is lost, before it restarts
-            kept.text.setdefault(epoch, kept.text[latest])
-            kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
+        of the one before; epochs before `oldest` are dropped. Mutates: self."""
+        kept = self.sessions.get(session)
+        if kept is None:  # it is swapped out, and a reset that follows says them
+            return
+        latest = max(kept.text)
+        kept.text.setdefault(epoch, kept.text[latest])
+        kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.forget_epochs(oldest)
         kept.steps = steps
 

@@ -54,17 +54,16 @@ class _Saving:
 
 @dataclass
 class _Away:
-    """A session that is swapped out. `ticket`: of the PUT_BACK by which it is on its way back, if it is; `stages_back`
-    and `decoder_back`: who has answered; `lost`: one of them without what it was."""
+    """A session that is swapped out. `ticket`: of the PUT_BACK by which it is on its way back, if it is; `stages` and
+    `decoder`: what they have answered."""
 
     ticket: int | None = None
     decoder_out: bool = False
-    stages_back: bool = False
-    decoder_back: bool = False
-    lost: bool = False
+    stages: Outcome = Outcome.NOT_YET
+    decoder: Outcome = Outcome.NOT_YET
 
 
-class RestingSessions:
+class RestingStates:
     """Brings sessions of a pipeline to rest, and puts them back, on all ranks."""
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
@@ -73,7 +72,6 @@ class RestingSessions:
         """Sessions that are being saved, by ticket."""
         self.away: dict[int, _Away] = {}
         """Sessions that are swapped out, or on their way back."""
-        self._lost: set[int] = set()
         self._tickets = count()
         self._together = ThreadPoolExecutor(1, "snapshots", initializer=lambda: torch.set_num_threads(1))
 
@@ -92,18 +90,16 @@ class RestingSessions:
         """Continue with all that is under way; whether the next step is not to wait. Mutates: self, ring."""
         more = False
         for kind, update in self._pipeline.take_answers():
-            again = update.outcome is not Outcome.DONE
-            if (saving := self.savings.get(update.epoch)) is not None:
-                if not again:
-                    self._copied(update.epoch, saving)
-                more |= again
-            elif (away := self.away.get(update.session)) is not None and away.ticket == update.epoch:
-                away.lost |= update.outcome is Outcome.LOST  # other stages may not be ready: asked once more, they are
-                away.stages_back = not again
-            else:
+            saving, away = self.savings.get(update.epoch), self.away.get(update.session)
+            if saving is None and (away is None or away.ticket != update.epoch):
                 continue
-            if again:
+            if update.outcome is Outcome.NOT_YET:
                 self._pipeline.tell(kind, replace(update, outcome=Outcome.DONE))
+                more |= saving is not None
+            elif saving is not None:
+                self._copied(update.epoch, saving)
+            elif away is not None:
+                away.stages = update.outcome
         for session, away in list(self.away.items()):
             more |= self._swap_decoder(session, away)
         return more
@@ -111,7 +107,6 @@ class RestingSessions:
     def forget(self, session: int) -> None:
         """The session ends, or restarts. Mutates: self."""
         self.away.pop(session, None)
-        self._lost.discard(session)
         for saving in self.savings.values():
             saving.forgotten = saving.forgotten or saving.session == session
 
@@ -170,11 +165,10 @@ class RestingSessions:
         """Whether an open session is swapped out, or not wholly back."""
         return session in self.away
 
-    def take_lost(self) -> list[int]:
-        """Sessions that were swapped in without their state, as a file was damaged; each makes nothing before `reset`.
-        Each is returned once. Mutates: self."""
-        lost, self._lost = sorted(self._lost), set()
-        return lost
+    @property
+    def lost(self) -> list[int]:
+        """Sessions that cannot come back, as a file was damaged; each is away until `reset`."""
+        return [session for session, away in self.away.items() if Outcome.LOST in (away.stages, away.decoder)]
 
     def _swap_decoder(self, session: int, away: _Away) -> bool:
         """What the decoder remembers goes when all that it is to decode of the session has come, and comes back with
@@ -185,17 +179,12 @@ class RestingSessions:
                 away.decoder_out = True
                 decoding.swap_out(stream.number)
             return False
-        if not away.decoder_back:
-            outcome = decoding.swap_in(stream.number) if away.decoder_out else Outcome.DONE
-            away.decoder_back = outcome is not Outcome.NOT_YET
-            away.lost |= outcome is Outcome.LOST
-        if not (away.stages_back and away.decoder_back):
+        if away.decoder is Outcome.NOT_YET:
+            away.decoder = decoding.swap_in(stream.number) if away.decoder_out else Outcome.DONE
+        if not away.stages is away.decoder is Outcome.DONE:
             return False
         del self.away[session]
-        if away.lost:
-            self._lost.add(session)
-        else:
-            self._pipeline.scheduler.hold(session, False)
+        self._pipeline.scheduler.hold(session, False)
         return True
 
     # ---- saving -------------------------------------------------------------------------------------------------

@@ -11,13 +11,12 @@ from streamdiff.errors import EngineFailure
 from streamdiff.pipeline.distributed.heartbeat import (
     HEARTBEAT_S,
     LEAVE_S,
-    HealthMonitor,
     Heartbeat,
+    RankWatch,
     exit_now,
     link_fault,
 )
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
-from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.ring import Ring
 
 _NOTICE_S = 2.0
@@ -29,19 +28,21 @@ class WorkerGroup:
     """Rank 0's side of a ring over several processes."""
 
     def __init__(
-        self, context: RankContext, watchdog_s: float, decode_links: tuple[Sender, Receiver] | None = None
+        self, watch: RankWatch, watchdog_s: float, decode_links: tuple[Sender, Receiver] | None = None
     ) -> None:
         """`decode_links` lead to the rank that decodes and back; None: this one does."""
-        self.context, self.decode_links, self._watchdog_s = context, decode_links, watchdog_s
+        assert watch.context is not None, "a ring over several processes"
+        self.context, self._watch = watch.context, watch
+        self.decode_links, self._watchdog_s = decode_links, watchdog_s
         self._fault: str | None = None
         self._since: list[Heartbeat] = []
 
     def start(self, ring: Ring, wake: Callable[[], None]) -> None:
-        """Begin to watch; `wake` is called, from another thread, when there is a fault. Before anything else."""
+        """Watch the ring; `wake` is called, from another thread, when there is a fault. Before anything else."""
         self.ring, self._wake = ring, wake
-        self._watch = HealthMonitor(self.context, [ring.worker], self._on_fault, self._watchdog_s)
+        self._watch.on_fault = self._on_fault
         atexit.register(exit_now)
-        self._watch.start()
+        self._watch.begin([ring.worker], self._watchdog_s)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that

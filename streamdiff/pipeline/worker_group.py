@@ -69,7 +69,7 @@ class WorkerGroup:
     def occupancy(self) -> list[float]:
         """Share of the time since the ring was warm that each rank has spent at work. The first call, when it is
         warm, begins to count."""
-        now = [beat for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank)) is not None]
+        now = self._watch.heartbeats()
         if not self._since:
             self._since = now
         pairs = zip(self._since, now, strict=True)
@@ -77,18 +77,15 @@ class WorkerGroup:
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank's device was at work since its process began, as it said last."""
-        beats = [self._watch.last_heartbeat(rank) for rank in range(self.context.ranks)]
-        return [beat.busy_s if beat is not None else 0.0 for beat in beats]
+        return [beat.busy_s for beat in self._watch.heartbeats()]
 
     def hear(self) -> None:
         """Wait for a new heartbeat of every rank, or a fault; at most `LEAVE_S`."""
-        known = {rank: beat.number for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank))}
-        end_s = clock.monotonic_s() + LEAVE_S
-        for rank in range(self.context.ranks):
-            while (beat := self._watch.last_heartbeat(rank)) is None or beat.number <= known.get(rank, 0):
-                if self._fault is not None or clock.monotonic_s() >= end_s:
-                    return
-                threading.Event().wait(HEARTBEAT_S / 10)
+        known, end_s = [beat.number for beat in self._watch.heartbeats()], clock.monotonic_s() + LEAVE_S
+        while self._fault is None and clock.monotonic_s() < end_s:
+            if all(beat.number > before for beat, before in zip(self._watch.heartbeats(), known, strict=True)):
+                return
+            threading.Event().wait(HEARTBEAT_S / 10)
 
     def leave(self) -> None:
         """End the ring: in order where it is whole, else at once."""

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
@@ -167,7 +167,7 @@ class RankWatch:
         """Show what all ranks together have made so far, if it is more than before. Mutates: self."""
         if self._bar is None:
             return
-        made = self._now.made if self.context is None else sum(beat.made for beat in self._heartbeats().values())
+        made = self._now.made if self.context is None else sum(beat.made for beat in self.heartbeats())
         if made > self._bar.n:
             self._bar.update(made - self._bar.n)
             self._bar.refresh()
@@ -203,22 +203,20 @@ class RankWatch:
         """What this rank is executing, for error messages."""
         return ", ".join(worker.where() for worker in self._workers)
 
-    def last_heartbeat(self, rank: int) -> Heartbeat | None:
-        """The last beat of a rank, or None before its first."""
+    def heartbeat(self, rank: int) -> Heartbeat:
+        """The last beat of a rank."""
         key = f"beat/{rank}"
-        if not self._ring.store.check([key]):
-            return None
-        return Heartbeat(**json.loads(self._ring.store.get(key)))
+        return Heartbeat(**json.loads(self._ring.store.get(key))) if self._ring.store.check([key]) else Heartbeat()
 
-    def _heartbeats(self) -> dict[int, Heartbeat]:
+    def heartbeats(self) -> list[Heartbeat]:
         """The last beat of each rank."""
-        return {rank: self.last_heartbeat(rank) or Heartbeat() for rank in range(self._ring.ranks)}
+        return [self.heartbeat(rank) for rank in range(self._ring.ranks)]
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that send no heartbeat within `_SILENT_S`; returns early if all do, or at a fault."""
-        known = {rank: self.last_heartbeat(rank) for rank in ranks}
+        known = {rank: self.heartbeat(rank) for rank in ranks}
         end_s = clock.monotonic_s() + _SILENT_S
-        while (left := [rank for rank in ranks if self.last_heartbeat(rank) == known[rank]]) and (
+        while (left := [rank for rank in ranks if self.heartbeat(rank) == known[rank]]) and (
             clock.monotonic_s() < end_s and self.fault() is None
         ):
             threading.Event().wait(HEARTBEAT_S / 10)
@@ -227,9 +225,8 @@ class RankWatch:
     def await_ends(self, limit_s: float) -> None:
         """Wait at most `limit_s` for the final heartbeat of all ranks: they need the store until then."""
         end_s = clock.monotonic_s() + limit_s
-        for rank in range(self._ring.ranks):
-            while ((beat := self.last_heartbeat(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:
-                threading.Event().wait(HEARTBEAT_S / 10)
+        while not all(beat.ended for beat in self.heartbeats()) and clock.monotonic_s() < end_s:
+            threading.Event().wait(HEARTBEAT_S / 10)
 
     def _send(self, **changes: Any) -> None:
         """Send a heartbeat, with these changes of the one before. Mutates: self, the store."""
@@ -257,7 +254,7 @@ class RankWatch:
             self.on_fault(f"the launcher of the ranks is gone: {error}")
 
     def _start_hang(self) -> str | None:
-        return held_up(self._heartbeats(), ring_edges(self._stages, self._shares), self._still, clock.monotonic_s())
+        return held_up(self.heartbeats(), ring_edges(self._stages, self._shares), self._still, clock.monotonic_s())
 
     def _hang(self) -> str | None:
         """What stands still of this rank or the next one, which is ended."""
@@ -270,8 +267,8 @@ class RankWatch:
         if (stuck := self._workers[0].timer.stuck(now_s, limit_s)) is not None:
             return f"rank {rank} hangs: {stuck}"
         after = (rank + 1) % self._ring.ranks
-        beat = self.last_heartbeat(after)
-        if beat is None or self._still.seconds("next", beat.number, now_s, not beat.ended) < limit_s:
+        beat = self.heartbeat(after)
+        if self._still.seconds("next", beat.number, now_s, not beat.ended) < limit_s:
             return None
         fault = self.report(f"rank {after} hangs: silent for {limit_s:g} s {beat.where}")
         _kill(beat)
@@ -281,15 +278,13 @@ class RankWatch:
         exit_now(f"rank {self._ring.rank} ends: {fault}")
 
 
-def held_up(
-    beats: Mapping[int, Heartbeat], edges: Sequence[tuple[int, int]], still: Stillness, now_s: float
-) -> str | None:
+def held_up(beats: Sequence[Heartbeat], edges: Sequence[tuple[int, int]], still: Stillness, now_s: float) -> str | None:
     """Which of the ranks stands still at the start and where, once it has lasted longer than the phase allows. Mutates:
     still."""
-    same_s = {rank: still.seconds(rank, (beat.position, beat.made), now_s) for rank, beat in beats.items()}
-    silent_s = {rank: still.seconds(("silent", rank), beat.number, now_s) for rank, beat in beats.items()}
-    least = min(beat.position for beat in beats.values())
-    behind = [rank for rank, beat in beats.items() if beat.position == least]
+    same_s = [still.seconds(rank, (beat.position, beat.made), now_s) for rank, beat in enumerate(beats)]
+    silent_s = [still.seconds(("silent", rank), beat.number, now_s) for rank, beat in enumerate(beats)]
+    least = min(beat.position for beat in beats)
+    behind = [rank for rank, beat in enumerate(beats) if beat.position == least]
     limit_s = PHASES[phase := beats[behind[0]].phase]
     if any(same_s[rank] < limit_s for rank in behind):
         return None

@@ -30,7 +30,7 @@ class Starting:
     def __init__(self, ranks: int) -> None:
         self.edges, self.still = ring_edges(ranks), Stillness()
 
-    def fault(self, beats: dict[int, Heartbeat], now_s: float) -> str | None:
+    def fault(self, beats: list[Heartbeat], now_s: float) -> str | None:
         return held_up(beats, self.edges, self.still, now_s)
 
 
@@ -42,7 +42,7 @@ def found(*beats: Heartbeat, silent: tuple[int, ...] = ()) -> str | None:
     """What is said of ranks that stay as they are."""
     watch, said = Starting(len(beats)), None
     for second in range(int(PHASES["graphs"]) + 2):
-        told = {rank: each if rank in silent else replace(each, number=second) for rank, each in enumerate(beats)}
+        told = [each if rank in silent else replace(each, number=second) for rank, each in enumerate(beats)]
         said = watch.fault(told, float(second))
         if said is not None:
             break
@@ -72,7 +72,7 @@ def test_who_is_least_far_is_named(states: tuple[Heartbeat, ...], silent: tuple[
 def test_who_gets_on_may_take_any_time() -> None:
     watch = Starting(2)
     for graph in range(20):
-        states = {0: beat("ready", number=graph), 1: beat("graphs", made=graph, number=graph)}
+        states = [beat("ready", number=graph), beat("graphs", made=graph, number=graph)]
         assert watch.fault(states, 1000.0 * graph) is None
 
 
@@ -80,7 +80,7 @@ def test_who_waits_for_a_slow_rank_does_not_count() -> None:
     """Minutes of weights are more than a communicator may take."""
     watch = Starting(2)
     for second in (0.0, 130.0, 239.0):
-        assert watch.fault({0: beat("communicators"), 1: beat("weights")}, second) is None
+        assert watch.fault([beat("communicators"), beat("weights")], second) is None
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])

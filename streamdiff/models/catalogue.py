@@ -335,10 +335,24 @@ def autoencoders() -> dict[str, Files]:
     return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
 
 
+def parts_of(entry: CatalogueEntry) -> tuple[Architecture, Autoencoder, PublishedTextEncoder]:
+    """What the entry refers to by name."""
+    shared = parts()
+    architecture, text_encoder = shared.architectures[entry.architecture], shared.text_encoders[entry.text_encoder]
+    return architecture, shared.autoencoders[entry.autoencoder], text_encoder
+
+
+def files_of(entry: CatalogueEntry) -> dict[str, Files]:
+    """Files that running the model needs, by the setting of `model` that names others in their place."""
+    _, pictures, text = parts_of(entry)
+    files = {"weights": entry.weights, "lora": entry.lora, "vae": pictures.weights, "text_encoder": text.weights}
+    return {name: found for name, found in files.items() if found is not None}
+
+
 def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
     """Arguments of diffusers' `WanTransformer3DModel` for the model's own transformer."""
-    shared = parts()
-    return shared.architectures[entry.architecture].arguments(shared.text_encoders[entry.text_encoder].width)
+    architecture, _, text = parts_of(entry)
+    return architecture.arguments(text.width)
 
 
 def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any]) -> ModelSpec:
@@ -349,8 +363,8 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
     """
     usual = find(USUAL)
     assert usual.stream is not None and usual.native_fps is not None
-    known, shared = entry or usual, parts()
-    pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
+    known = entry or usual
+    _, pictures, text = parts_of(known)
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
@@ -365,7 +379,7 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         native_fps=known.native_fps or usual.native_fps,
         shift=1.0,
         steps=(),
-        text_shape=(tokens, architecture["text_dim"]),
+        text_shape=(text.tokens, architecture["text_dim"]),
     )
     if entry is None or entry.stream is None:
         return spec
@@ -402,7 +416,7 @@ def with_own_context(model: ModelConfig) -> ModelConfig:
 def small_autoencoder(name: str) -> str | None:
     """The name of the small autoencoder that goes with the model `name`; None where none is known."""
     known = lookup(name)
-    small = parts().autoencoders[known.autoencoder].tiny if known is not None else ()
+    small = parts_of(known)[1].tiny if known is not None else ()
     if not small:
         return None
     return f"{RANDOM}{small[0].name}" if is_random(name) else small[0].name

@@ -114,8 +114,8 @@ def resolve_model(
             loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
         weights = None if config.weights is not None else hub.fetch(known.weights)[0]
         published = known.weights.container if known.weights.container != "flat" else None
-        shared = catalogue.parts()
-        vae, text = shared.autoencoders[known.autoencoder].weights, shared.text_encoders[known.text_encoder].weights
+        files = catalogue.files_of(known)
+        vae, text = files.get("vae"), files.get("text_encoder")
         found = ResolvedModel(name, weights, published, vae=vae, text_encoder=text, entry=known)
     else:
         path = known if isinstance(known, Path) else hub.fetch_folder(known)
@@ -151,18 +151,13 @@ def to_fetch(config: ModelConfig) -> list[Files]:
     """
     small = None if Path(config.vae or "").exists() else catalogue.autoencoders().get(config.vae or "")
     autoencoder = [] if small is None else [small]
-    entry, shared = _find_known(config), catalogue.parts()
+    entry = _find_known(config)
     if isinstance(entry, Path) or catalogue.is_random(config.name):
         return autoencoder
     if isinstance(entry, Files):
         return [entry, *autoencoder]
-    needed = (
-        (entry.weights, config.weights),
-        (entry.lora, config.lora),
-        (shared.autoencoders[entry.autoencoder].weights, config.vae),
-        (shared.text_encoders[entry.text_encoder].weights, config.text_encoder),
-    )
-    return [files for files, own in needed if files is not None and own is None] + autoencoder
+    needed = catalogue.files_of(entry)
+    return [files for name, files in needed.items() if getattr(config, name) is None] + autoencoder
 
 
 def check_parts(config: ModelConfig) -> None:

@@ -170,6 +170,29 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
         assert np.array_equal(streams.shown(session), alone("staircase").shown(session)), f"session {session}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
+def test_one_that_restarts_while_it_is_away_waits_for_nothing_of_it(stages: int, tmp_path: Path) -> None:
+    """Its file is not read, and what is said to its stages meanwhile does not break them."""
+    pipeline = started(stages, tmp_path, host_bytes=0)
+    opened(pipeline, "staircase")
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    pipeline.resting.swap_out(0)
+    while any(0 in stage.sessions for stage in stages_of(pipeline)) or pipeline.resting.place(0) != "disk":
+        streams.take(pipeline.step(0.01))
+    pipeline.resting.swap_in(0)
+    pipeline.set_steps(0, 4, epoch=6)
+    pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=7)
+    assert not pipeline.resting.is_away(0)
+    streams.pictures[0].clear()
+    streams.play(CHUNKS, 0, 1)
+    assert not swap_files(tmp_path), "what it was is gone"
+    ended(pipeline)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone("staircase").shown(session)), f"session {session}"
+
+
 RINGS = [
     pytest.param((3, 1, "dedicated"), "host"),
     pytest.param((3, 1, "dedicated"), "disk", marks=pytest.mark.soak),

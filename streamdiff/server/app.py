@@ -19,15 +19,16 @@ from starlette.staticfiles import StaticFiles
 
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
-from streamdiff.server.app_state import AppState
+from streamdiff.server.app_state import AppState, state_of
 from streamdiff.server.auth import read_tokens
 from streamdiff.server.media.encoder import Format, choose
-from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
+from streamdiff.server.middleware import GuardMiddleware, not_ready
 from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, PROBLEM_TYPE, Problem, respond, route_path
 from streamdiff.server.routes import control, sessions, videos, webrtc
 from streamdiff.server.routes.bodies import JSON
 from streamdiff.server.routes.dependencies import ANSWERS
+from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
@@ -57,7 +58,7 @@ class _App(FastAPI):
 def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
-    app.state.app_state, app.state.loading = None, LoadingStatus()
+    app.state.app_state, app.state.loading = None, not_ready()
     routers = [webrtc.watching, webrtc.feeding, sessions.router, control.router, control.probes, videos.router]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
@@ -129,6 +130,8 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
 
     @app.exception_handler(Problem)
     async def on_problem(request: Request, problem: Problem) -> Response:
+        if isinstance(problem, ControlError):
+            state_of(request).metrics.controls.labels("any", problem.code).inc()
         return respond(problem, route_path(request.scope))
 
     @app.exception_handler(RequestValidationError)

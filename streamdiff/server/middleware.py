@@ -7,9 +7,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from ipaddress import IPv6Address
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -43,12 +41,9 @@ _SHOWN = 80
 """Characters of a name that the answer repeats."""
 
 
-@dataclass
-class LoadingStatus:
+def not_ready(text: str = "The model is loading.", code: str = "loading") -> Problem:
     """What is answered until an engine is attached: `text` for people, `code` for programs."""
-
-    text: str = "The model is loading."
-    code: str = "loading"
+    return Problem(503, text, {"Retry-After": _RETRY_S}, code=code)
 
 
 class HostPolicy:
@@ -178,9 +173,9 @@ def _add_headers(message: Message, path: str, prefix: str, security: Mapping[str
 
 def _loading(scope: Scope) -> Response:
     """What is answered until the engine is warm."""
-    loading: LoadingStatus = scope["app"].state.loading
-    headers: dict[str, Any] = {"Retry-After": _RETRY_S}
+    loading: Problem = scope["app"].state.loading
     path = route_path(scope)
     if scope["type"] == "http" and path == "/" and scope["method"] in ("GET", "HEAD"):
-        return HTMLResponse(_LOADING.format(html.escape(loading.text)), 503, headers | {"Refresh": _RETRY_S})
-    return respond(Problem(503, loading.text, headers, code=loading.code), path)
+        headers = loading.headers | {"Refresh": _RETRY_S}
+        return HTMLResponse(_LOADING.format(html.escape(loading.detail)), loading.status, headers)
+    return respond(loading, path)

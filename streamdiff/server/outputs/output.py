@@ -37,7 +37,7 @@ from streamdiff.server.outputs.muxer import RECORD, MuxerHeader
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
-from streamdiff.server.webrtc.sdp import without_unusable
+from streamdiff.server.webrtc.sdp import SdpError, without_unusable
 from streamdiff.server.webrtc.sender import VideoSender
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ WHIP_CONNECT_S = 10.0
 """The media server's answer, and then the connection, may each take so long."""
 WHIP_CLOSE_S = 2.0
 MAX_ANSWER_BYTES, MAX_REDIRECTS = 256 * 1024, 5
+UNUSABLE_ANSWER: tuple[type[Exception], ...] = (SdpError, *aiortc_compat.OFFER_ERRORS)
 WHIP_PREFIX = "whip+"
 
 
@@ -438,7 +439,7 @@ class Publication:
         answer = await self._post(str(self.sender.pc.localDescription.sdp))
         try:
             await self.sender.pc.setRemoteDescription(RTCSessionDescription(without_unusable(answer), "answer"))
-        except aiortc_compat.OFFER_ERRORS as error:
+        except UNUSABLE_ANSWER as error:
             raise WhipError(f"the media server's answer cannot be used ({type(error).__name__})") from error
         if not self.sender.bind(transceiver) or transceiver.currentDirection != "sendonly":
             raise WhipError(f"the media server does not take {self._codec.upper()} video")

@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.config import ServeConfig
-from streamdiff.errors import EngineFailure
 from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.metrics import Metrics
@@ -28,15 +27,7 @@ from streamdiff.server.problem import Problem, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
 from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, gives, operation
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import (
-    MAX_BODY_BYTES,
-    ControlError,
-    ControlMessage,
-    Receipt,
-    StreamEnded,
-    message_schema,
-    parse,
-)
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, message_schema, parse
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 
@@ -113,16 +104,13 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
     "/api/control", summary="Say one control message",
     **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, message_schema()), answers=_LATER),
 )  # fmt: skip
-async def control(request: Request, state: State, live: Controlled) -> Response:
+async def control(request: Request, live: Controlled) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
-    try:
-        message = parse(await read_bytes(request, MAX_BODY_BYTES))
-    except ControlError as error:
-        raise _refused(state, error) from error
+    message = parse(await read_bytes(request, MAX_BODY_BYTES))
     if message.type == "get":
         return JSONResponse(live.state(may_control=True))
-    receipt = await carry_out(state, live, message)
+    receipt = await carry_out(live, message)
     return JSONResponse(receipt.message(), status_of([receipt]))
 
 
@@ -142,48 +130,9 @@ def status_of(receipts: list[Receipt]) -> int:
     return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
 
 
-def check(state: AppState, session: LiveSession, messages: list[ControlMessage]) -> None:
-    """Raises Problem where one of `messages`, carried out in this order, would be refused: before any is."""
-    try:
-        session.check(messages)
-    except ControlError as error:
-        raise _refused(state, error) from error
-
-
-async def carry_out(state: AppState, session: LiveSession, message: ControlMessage) -> Receipt:
-    """Carry out a message; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
-
-    Raises:
-        Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
-    """
-    try:
-        receipt = await session.control_and_wait(message, f"http-{next(_numbers)}", ANSWER_TIMEOUT_S)
-    except ControlError as error:
-        raise _refused(state, error) from error
-    except TimeoutError as error:
-        text = f"The engine took no command for {ANSWER_TIMEOUT_S:g} s; this one may still be carried out."
-        raise Problem(504, text, code="engine") from error
-    except StreamEnded as error:
-        raise Problem(410, "The session has ended.", code="ended") from error
-    except EngineFailure as error:
-        raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
-    if receipt.stage == "refused":
-        raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
-    return receipt
-
-
-def _refused(state: AppState, error: ControlError) -> Problem:
-    """The answer to a message that is refused. Mutates: the metrics."""
-    state.metrics.controls.labels("any", error.code).inc()
-    known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
-    engine_s = state.manager.engine.retry_after_s
-    waits = {
-        "no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "memory": engine_s,
-        "engine_ended": engine_s,
-    }  # fmt: skip
-    headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
-    status = 503 if error.code in waits else known.get(error.code, 422)
-    return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
+async def carry_out(session: LiveSession, message: ControlMessage) -> Receipt:
+    """Carry out a message; see `LiveSession.control_and_wait`."""
+    return await session.control_and_wait(message, f"http-{next(_numbers)}", ANSWER_TIMEOUT_S)
 
 
 # ---- the WebSocket ------------------------------------------------------------------------------------------------

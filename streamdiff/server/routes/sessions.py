@@ -24,7 +24,7 @@ from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes import bodies, dependencies, schemas
 from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
-from streamdiff.server.routes.control import carry_out, check, status_of
+from streamdiff.server.routes.control import carry_out, status_of
 from streamdiff.server.routes.dependencies import (
     ANSWERS,
     Controlled,
@@ -249,11 +249,10 @@ def _capacity(state: AppState) -> dict[str, Any]:
 
 async def _carry_out_all(request: Request, session: LiveSession, messages: list[ControlMessage]) -> Response:
     """Carry out all, in order, or none where one would be refused; the status says whether some is still to come."""
-    state = state_of(request)
-    check(state, session, messages)
-    receipts = [await carry_out(state, session, message) for message in messages]
+    session.check(messages)
+    receipts = [await carry_out(session, message) for message in messages]
     if session.closed:
-        raise Problem(410, "The session has ended.", code="ended")
+        raise StreamEnded(session.id)
     told = {"receipts": [receipt.message() for receipt in receipts], "session": _info_of(request, session)}
     return JSONResponse(told, status_of(receipts))
 
@@ -345,8 +344,6 @@ async def _taken(state: AppState, live: LiveSession) -> Data:
         raise Problem(409, str(error), code="refused", field=error.field) from error
     except EngineFailure as error:
         raise state.engine_problem(may_control=True, session=live) from error
-    except StreamEnded as error:
-        raise Problem(410, "The session has ended.", code="ended") from error
     except TimeoutError as error:
         raise Problem(504, "The engine saved nothing in time.", code="timeout") from error
 

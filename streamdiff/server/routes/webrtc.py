@@ -169,7 +169,7 @@ for endpoint in ("/whep", "/whep/{session}"):
 for endpoint in ("/whip", "/whip/{session}"):
     feeding.add_api_route(
         endpoint, feed, methods=["POST"], status_code=201, summary="Send video: an offer for an answer",
-        **operation("steer", 404, 406, 409, 410, 503, body=body_of(SDP_TYPE), answers=_ANSWERED),
+        **operation("steer", 404, 406, 409, 410, 503, 504, body=body_of(SDP_TYPE), answers=_ANSWERED),
     )  # fmt: skip
     feeding.add_api_route(
         endpoint, describe_feeding, methods=["OPTIONS"], summary="What is taken here",

@@ -26,7 +26,8 @@ from streamdiff.server.auth import Tokens
 from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, Unavailable, ViewerDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.sessions.control import ControlError, EngineStatus, StreamEnded, StrengthMessage
+from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.control import EngineStatus, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput, play
@@ -300,8 +301,8 @@ class Manager:
         if self.draining:
             raise Unavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self.load.refusal(ViewerDemand(steps, spec.fps, spec.adaptive)):
-            raise Unavailable("time", why, self.retry_after_s())
+        if (no_time := self._no_time(ViewerDemand(steps, spec.fps, spec.adaptive))) is not None:
+            raise no_time
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
@@ -368,10 +369,15 @@ class Manager:
         ends = [end[0] - now_s for session in self.sessions if (end := session.lifetime.end()) is not None]
         return math.ceil(max(SHORTEST_RETRY_S, min([*ends, LONGEST_RETRY_S])))
 
+    def _no_time(self, demand: ViewerDemand, excluding: str | None = None) -> Unavailable | None:
+        """See `EngineLoad.refusal`."""
+        why = self.load.refusal(demand, excluding)
+        return Unavailable("time", why, self.retry_after_s()) if why else None
+
     def _add(self, id: str, spec: StreamSpec) -> LiveSession:
         session = LiveSession(
             id, spec, self._config, self.ready, self._connection.send, self._metrics,
-            lambda demand: self.load.refusal(demand, excluding=id), lambda: self.load.occupancy,
+            lambda demand: self._no_time(demand, excluding=id), lambda: self.load.occupancy,
         )  # fmt: skip
         self._sessions[id] = session
         return session
@@ -401,11 +407,11 @@ class Manager:
         source.begin(_play_file(session, source, path))
         message = StrengthMessage(type="strength", strength=session.strength)
         try:
-            receipt = await session.control_and_wait(message, "file", INPUT_ANSWER_S)
-        except (ControlError, EngineFailure, StreamEnded, TimeoutError):
-            return  # the engine has ended, or hangs: the server says so, and `ask_open` tells the next one
-        if receipt.stage == "refused":
-            raise ConfigError(f"session.input: {receipt.reason}", field="session.input")
+            await session.control_and_wait(message, "file", INPUT_ANSWER_S)
+        except Problem as problem:
+            # Else the engine has ended, or hangs: the server says so, and `ask_open` tells the next one.
+            if problem.code == "refused":
+                raise ConfigError(f"session.input: {problem.detail}", field="session.input") from problem
 
     # ---- life ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -21,14 +21,13 @@ from aiortc import MediaStreamTrack, RTCConfiguration, RTCDataChannel, RTCPeerCo
 from aiortc.mediastreams import MediaStreamError
 
 from streamdiff import clock
-from streamdiff.errors import EngineFailure
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Codec
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, ControlError, StreamEnded, StrengthMessage
+from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, StreamEnded, StrengthMessage
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import INPUT_ANSWER_S
 from streamdiff.server.sessions.video_input import VideoInput
@@ -122,10 +121,7 @@ class Peers(ABC, Generic[PeerT]):
             Problem: 404, 400, 422 for an ICE restart, 429.
         """
         peer = self.find(session_id, id, address)
-        try:
-            trickle = sdp.parse_trickle(fragment)
-        except sdp.SdpError as error:
-            raise Problem(400, str(error)) from error
+        trickle = sdp.parse_trickle(fragment)
         if trickle.username is not None and trickle.username not in peer.offer.usernames:
             raise Problem(422, f"ICE restart is not supported: POST a new offer. This {self.whose} stays as it was.")
         for candidate in trickle.candidates:
@@ -160,7 +156,7 @@ class Peers(ABC, Generic[PeerT]):
         try:
             yield
             if peer.session.closed:
-                raise ended(peer.session)
+                raise StreamEnded(peer.session.id)
         except BaseException:
             await peer.close()
             self._slots.release(peer.address)
@@ -200,19 +196,6 @@ class Peers(ABC, Generic[PeerT]):
             task.add_done_callback(self._closing.discard)
 
 
-def checked_offer(text: str, role: sdp.Role, codecs: Sequence[str]) -> sdp.Offer:
-    """The offer of a peer, which has one of `codecs`.
-
-    Raises:
-        Problem: 400; where it is well formed, but cannot be met, 422, and 406 for a sender.
-    """
-    try:
-        return sdp.check_offer(text, role, codecs)
-    except sdp.SdpError as error:
-        status = 400 if not error.unsatisfiable else 422 if role == "viewer" else 406
-        raise Problem(status, str(error), code=error.code) from error
-
-
 async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) -> str:
     """The SDP answer to an offer; `answering` gives aiortc's.
 
@@ -233,11 +216,6 @@ async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) ->
         logger.error("No UDP socket could be opened for %s: are there too many open files (ulimit -n)?", purpose)
         raise Problem(503, f"The server could open no UDP socket for {purpose}.", headers, code="network")
     return offer.complete(answer)
-
-
-def ended(session: LiveSession) -> Problem:
-    """The answer where a session has ended meanwhile."""
-    return Problem(410, f"The session {session.id!r} has ended.", code="ended")
 
 
 class DataChannelConnection(ControlConnection):
@@ -317,7 +295,7 @@ class Viewers(Peers[Viewer]):
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
         """
         wanted = self._wanted_codecs(codec)
-        checked = checked_offer(offer, "viewer", wanted)
+        checked = sdp.check_offer(offer, "viewer", wanted)
         refusal = self._slots.refusal(address)
         stale = self._stale_connection_of(client_id, address) if refusal is not None else None
         if refusal is not None and stale is None:
@@ -523,9 +501,9 @@ class Feeders(Peers[Feeder]):
 
         Raises:
             Problem: 400 or 406 for the offer; 422 where the model takes no video; 409, another feeds it; 410; 429 and
-                503 with Retry-After.
+                503 with Retry-After; 504.
         """
-        checked = checked_offer(offer, "sender", READ)
+        checked = sdp.check_offer(offer, "sender", READ)
         self._offers.check(address, "connections", clock.monotonic_s())
         silent = self._silent_of(session)
         if (refusal := self._slots.refusal(address, silent.address if silent else None)) is not None:
@@ -533,11 +511,8 @@ class Feeders(Peers[Feeder]):
         if silent is not None:
             await self._end(silent, "replaced")
         if session.closed:
-            raise ended(session)
-        try:
-            video_input = session.take_input("WHIP sender")
-        except ControlError as error:
-            raise Problem(409, str(error), code=error.code) from error
+            raise StreamEnded(session.id)
+        video_input = session.take_input("WHIP sender")
         ice = self._ice.to_ask()
         pc = RTCPeerConnection(RTCConfiguration(iceServers=ice))
         feeder = Feeder(session, pc, address, checked, video_input, ends_session)
@@ -546,9 +521,10 @@ class Feeders(Peers[Feeder]):
             answer = await answered(checked, answering, "one more connection")
             self._ice.take_answer(ice, answer)
             if session.closed:
-                raise ended(session)
+                raise StreamEnded(session.id)
             video_input.begin()  # first: whatever comes between, `end_input` tells the engine of the end
-            await _tell_engine(feeder, session.strength if strength is None else strength)
+            message = StrengthMessage(type="strength", strength=session.strength if strength is None else strength)
+            await session.control_and_wait(message, feeder.id, INPUT_ANSWER_S)
         video_input.end = lambda end: self._end(feeder, end)
         logger.info("Video comes in for session %s.", session.id, extra=log_fields(session=session.id))
         return feeder.id, answer
@@ -567,19 +543,6 @@ class Feeders(Peers[Feeder]):
         await feeder.close()
         if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout", "replaced"):
             await self._end_its_session(feeder.session.id, "input_ended")
-
-
-async def _tell_engine(feeder: Feeder, strength: float) -> None:
-    """Have the engine take the input. Raises Problem: 410, 422, 503."""
-    message = StrengthMessage(type="strength", strength=strength)
-    try:
-        receipt = await feeder.session.control_and_wait(message, feeder.id, INPUT_ANSWER_S)
-    except StreamEnded as error:
-        raise ended(feeder.session) from error
-    except (ControlError, EngineFailure, TimeoutError) as error:
-        raise Problem(503, str(error) or "The engine does not answer.", {"Retry-After": "2"}, code="engine") from error
-    if receipt.stage == "refused":
-        raise Problem(422, receipt.reason, code="refused", field=receipt.field)
 
 
 def with_start_bitrate(answer: str) -> str:

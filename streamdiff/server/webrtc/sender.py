@@ -85,7 +85,7 @@ class VideoSender(MediaStreamTrack):
         if self.codec is None:
             return False
         hooks = (self._key_requested, self._take_estimate, self._take_report, self._may_resend)
-        aiortc_compat.hook_sender(transceiver.sender, negotiated, *hooks)
+        aiortc_compat.hook_sender(transceiver.sender, *hooks)
         return True
 
     async def close(self, limit_s: float) -> bool:

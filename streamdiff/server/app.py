@@ -108,7 +108,7 @@ async def attach_engine(
         finally:
             if state.jobs is not None:
                 await state.jobs.stop()
-            await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
+            await state.outputs.stop()
             await state.feeders.stop()
             await state.viewers.stop()
             await state.manager.stop()

@@ -20,7 +20,7 @@ from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.encoder import Codec
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Output, Target
+from streamdiff.server.outputs.output import Outputs, Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import EngineStatus
@@ -64,8 +64,7 @@ class AppState:
         self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
-        allowed = AllowedTargets(serve.output_targets)
-        self.session_outputs = AddedOutputs(allowed, self.metrics, self.ice_servers)
+        self.outputs = Outputs(serve.output_targets, self.metrics, self.ice_servers)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
         self.snapshot_key = read_snapshot_key(serve)
@@ -78,13 +77,13 @@ class AppState:
         if serve.jobs_dir is not None:
             self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
         default = partial(self.manager.get, DEFAULT_SESSION)
-        self.outputs = [Output(target, default, self.metrics, allowed.allows, self.ice_servers) for target in targets]
+        self.outputs.configured = [self.outputs.begin(target, default) for target in targets]
 
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
         """Close a session's viewers, outputs and senders."""
         await self.feeders.end_session(session)
         await self.viewers.end_session(session)
-        await self.session_outputs.end_session(session)
+        await self.outputs.end_session(session)
 
     def _make_jobs(self, store: JobStore, connection: EngineConnection) -> JobRunner:
         """The runner of the server's jobs, connected to the manager's events. Mutates: manager."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import re
 import secrets
@@ -33,7 +34,7 @@ from streamdiff.server.auth import read_setting_file
 from streamdiff.server.media.encoder import Codec, EncodedFrame, PacketQueue
 from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.outputs.muxer import RECORD, MuxerHeader
+from streamdiff.server.outputs.muxer import RECORD
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
@@ -205,11 +206,11 @@ class Output:
         find_session: Callable[[], LiveSession | None],
         metrics: Metrics,
         allows: Callable[[str], bool],
-        ice_servers: IceServers | None = None,
+        ice_servers: IceServers,
     ) -> None:
         self.status, self._allows = OutputStatus(target.name), allows
         self.target, self._find_session, self._metrics = target, find_session, metrics
-        self._ice_servers = ice_servers or IceServers(())
+        self._ice_servers = ice_servers
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._playback: Playback | None = None
@@ -299,9 +300,11 @@ class Output:
         try:
             session.playback.attach(self.target.codec, self)
             fmt, target = session.playback.format, self.target
-            size, options = (fmt.width * fmt.scale, fmt.height * fmt.scale), dict(target.options)
-            where = (target.attempt(attempt), target.container, target.codec)
-            process.stdin.write(MuxerHeader(*where, *size, fmt.fps, options).line())
+            header = {name: getattr(target, name) for name in ("container", "codec", "options")} | {
+                "url": target.attempt(attempt), "fps": fmt.fps,
+                "width": fmt.width * fmt.scale, "height": fmt.height * fmt.scale,
+            }  # fmt: skip
+            process.stdin.write(json.dumps(header).encode() + b"\n")
             await self._feed(process, session)
         except av.FFmpegError as error:
             reason = f"its encoder failed: {error}"
@@ -584,12 +587,19 @@ def _host_text(netloc: str) -> str:
     return netloc.rpartition("@")[2].lower()
 
 
-class AddedOutputs:
-    """The outputs of all sessions but those of the configuration. Lives on the event loop."""
+class Outputs:
+    """All outputs: those of the configuration, which send the default session, and those that were added over the API.
+    Lives on the event loop."""
 
-    def __init__(self, allowed: AllowedTargets, metrics: Metrics, ice_servers: IceServers) -> None:
-        self._allowed, self._metrics, self._ice_servers = allowed, metrics, ice_servers
-        self._outputs: dict[tuple[str, str], Output] = {}  # by the session's id and their own
+    def __init__(self, allowed: Sequence[str], metrics: Metrics, ice_servers: IceServers) -> None:
+        """`allowed`: see `AllowedTargets`, or its ConfigError."""
+        self._allowed, self._metrics, self._ice_servers = AllowedTargets(allowed), metrics, ice_servers
+        self.configured: list[Output] = []
+        self._added: dict[tuple[str, str], Output] = {}  # by the session's id and their own
+
+    def begin(self, target: Target, find_session: Callable[[], LiveSession | None]) -> Output:
+        """An output that sends what `find_session` finds."""
+        return Output(target, find_session, self._metrics, self._allowed.allows, self._ice_servers)
 
     async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
         """Send a session to a target too; returns the output's id and its state.
@@ -600,40 +610,33 @@ class AddedOutputs:
         target = await asyncio.to_thread(self._allowed.parse, text)  # which may try a protocol
         if session.closed:
             raise RequestError("session", "the session has ended")
-        if len(self.of(session)) >= MAX_PER_SESSION or len(self._outputs) >= MAX_OUTPUTS:
+        if len(self.of(session)) >= MAX_PER_SESSION or len(self._added) >= MAX_OUTPUTS:
             limits = f"a session has {MAX_PER_SESSION} outputs at most, and the server {MAX_OUTPUTS}"
             raise RequestError("target", f"{limits}; end one first")
-        if target.is_file and any(output.target.url == target.url for output in self._outputs.values()):
+        if target.is_file and any(output.target.url == target.url for output in self._added.values()):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
-        named = replace(target, name=f"{target.name} {id}")
-        output = Output(named, lambda: session, self._metrics, self._allowed.allows, self._ice_servers)
-        self._outputs[session.id, id] = output
+        output = self.begin(replace(target, name=f"{target.name} {id}"), lambda: session)
+        self._added[session.id, id] = output
         return id, output.status
 
     def of(self, session: LiveSession) -> dict[str, OutputStatus]:
-        """The states of a session's outputs, by id."""
-        return {id: output.status for (session_id, id), output in self._outputs.items() if session_id == session.id}
+        """The states of the outputs that were added to a session, by id."""
+        return {id: output.status for (session_id, id), output in self._added.items() if session_id == session.id}
 
     async def remove(self, session: LiveSession, id: str) -> bool:
-        """End an output; False if there is none of that id."""
-        if (output := self._outputs.get((session.id, id))) is None:
+        """End an added output; False if there is none of that id."""
+        if (output := self._added.get((session.id, id))) is None:
             return False
-        await self._end(output)  # until then it counts: it still has its process
-        self._outputs.pop((session.id, id), None)
+        await output.stop()  # until then it counts: it still has its process
+        self._metrics.forget("output", output.status.name)
+        self._added.pop((session.id, id), None)
         return True
 
     async def end_session(self, session: LiveSession) -> None:
-        """End the outputs of a session that ends."""
-        ending = [self._outputs.pop((session.id, id)) for id in self.of(session)]
-        await asyncio.gather(*map(self._end, ending))
+        """End the outputs that were added to a session that ends."""
+        await asyncio.gather(*(self.remove(session, id) for id in self.of(session)))
 
     async def stop(self) -> None:
         """End all outputs: what came so far is written."""
-        ending = list(self._outputs.values())
-        self._outputs.clear()
-        await asyncio.gather(*map(self._end, ending))
-
-    async def _end(self, output: Output) -> None:
-        await output.stop()
-        self._metrics.forget("output", output.status.name)
+        await asyncio.gather(*(output.stop() for output in (*self.configured, *self._added.values())))

@@ -94,7 +94,7 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
             "batching": manager.load.batching,
             "viewers": state.viewers.count,
             "max_viewers": state.config.serve.max_viewers,
-            "outputs": [asdict(output.status) for output in state.outputs],
+            "outputs": [asdict(output.status) for output in state.outputs.configured],
             "codecs_offered": list(state.codecs),
         }
     )

@@ -264,7 +264,7 @@ async def _carry_out_all(request: Request, session: LiveSession, messages: list[
     "/{session}/outputs", summary="Where it is sent", **operation("steer", 503, answers=gives("OutputList"))
 )  # fmt: skip
 async def list_outputs(state: State, live: Controlled) -> Response:
-    found = state.session_outputs.of(live)
+    found = state.outputs.of(live)
     return JSONResponse({"outputs": [{"id": id, **asdict(status)} for id, status in found.items()]})
 
 
@@ -275,7 +275,7 @@ async def list_outputs(state: State, live: Controlled) -> Response:
 async def add_output(request: Request, state: State, live: Controlled) -> Response:
     wanted = schemas.read(schemas.NewOutput, await bodies.read_json(request, MAX_BODY_BYTES))
     try:
-        id, status = await state.session_outputs.add(live, wanted.target)
+        id, status = await state.outputs.add(live, wanted.target)
     except RequestError as error:
         raise Problem(422, f"{error}.", code="refused", field=error.field) from error
     made = {"id": id, **asdict(status)}
@@ -284,7 +284,7 @@ async def add_output(request: Request, state: State, live: Controlled) -> Respon
 
 @router.delete("/{session}/outputs/{id}", status_code=204, summary="Send it there no more", **operation("steer", 503))
 async def remove_output(state: State, live: Controlled, id: str) -> Response:
-    if not await state.session_outputs.remove(live, id):
+    if not await state.outputs.remove(live, id):
         raise Problem(404, "There is no such output.", code="unknown")
     return Response(status_code=204)
 

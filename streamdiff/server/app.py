@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
+from streamdiff.engine.process.supervisor import EngineSupervisor
 from streamdiff.server.app_state import AppState, state_of
 from streamdiff.server.auth import read_tokens
 from streamdiff.server.media.encoder import Format, choose
@@ -29,7 +30,6 @@ from streamdiff.server.routes import control, sessions, videos, webrtc
 from streamdiff.server.routes.description import complete
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
-from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
 STATIC = resources.files("streamdiff.server") / "static"
@@ -72,7 +72,7 @@ def create_app(config: Config) -> FastAPI:
 
 @asynccontextmanager
 async def attach_engine(
-    app: FastAPI, config: Config, connection: EngineConnection, ready: Ready
+    app: FastAPI, config: Config, connection: EngineSupervisor, ready: Ready
 ) -> AsyncIterator[AppState]:
     """Context manager: serve the sessions of a warm engine. Mutates: app, which answers that the model is loading until
     the default session was requested.

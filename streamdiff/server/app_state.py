@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
+from streamdiff.engine.process.supervisor import EngineSupervisor
 from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
 from streamdiff.server.jobs import runner as job_runner
 from streamdiff.server.jobs.runner import JobRunner
@@ -26,7 +27,7 @@ from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import EngineStatus
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, Manager
+from streamdiff.server.sessions.manager import DEFAULT_SESSION, Manager
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Feeders, Viewers
 
@@ -43,7 +44,7 @@ class AppState:
     def __init__(
         self,
         config: Config,
-        connection: EngineConnection,
+        connection: EngineSupervisor,
         ready: Ready,
         codecs: tuple[Codec, ...],
         tokens: Tokens,
@@ -85,7 +86,7 @@ class AppState:
         await self.viewers.end_session(session)
         await self.outputs.end_session(session)
 
-    def _make_jobs(self, store: JobStore, connection: EngineConnection) -> JobRunner:
+    def _make_jobs(self, store: JobStore, connection: EngineSupervisor) -> JobRunner:
         """The runner of the server's jobs, connected to the manager's events. Mutates: manager."""
         # A `clean` session has one step in the ring at most, so it takes one for each stage to leave none idle.
         stages = self.config.model.stages if self.config.model.kv_context == "clean" else 1
@@ -193,8 +194,7 @@ class AppState:
         engine = self.manager.engine
         if engine.running and session is not None:
             engine = EngineStatus("opening") if session.engine.running else session.engine
-        headers = {"Retry-After": str(engine.retry_after_s)}
-        return Problem(503, engine.message(may_control), headers, code=engine.code)
+        return engine.unavailable(may_control)
 
 
 def _token_of(request: HTTPConnection) -> str | None:

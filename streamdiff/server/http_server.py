@@ -205,12 +205,11 @@ class BoundedProtocol(H11Protocol):
         self._waits_for = waits_for
         if self._timer is not None:
             self._timer.cancel()
-        limit_s = self._body_limit_s() if state is h11.SEND_BODY else REQUEST_S
+        limit_s = REQUEST_S
+        if state is h11.SEND_BODY:
+            length = next((int(value) for name, value in self.scope["headers"] if name == b"content-length"), 0)
+            limit_s = max(REQUEST_S, min(length, self._largest_bytes) / BODY_BYTES_PER_S)
         self._timer = self.loop.call_later(limit_s, self._expire) if waits_for is not None else None
-
-    def _body_limit_s(self) -> float:
-        given = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"0")
-        return max(REQUEST_S, min(int(given), self._largest_bytes) / BODY_BYTES_PER_S)
 
     def _expire(self) -> None:
         # Where the loop was busy, what has come meanwhile is in the socket still: one more turn of the loop reads it.

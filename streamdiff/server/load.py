@@ -12,14 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
 
 from streamdiff.errors import ConfigError
-from streamdiff.server.problem import Problem
 
 FRESH_S = 30.0
 """How long a measurement says how busy the machine is."""
-EndReason = Literal["idle"]
 RATES = (Fraction(3, 4), Fraction(1, 2))
 """Shares of the requested frame rate that a session in the fewest steps can be lowered to."""
 LATE = 1 / 8
@@ -41,14 +38,6 @@ Share = Callable[[float, int], float]
 """(frames per second, steps of a chunk) -> share of the engine's time that they take, 0 to 1."""
 UNMEASURED = 10
 """Taken for a server that has not yet measured what a session costs."""
-
-
-class Unavailable(Problem):
-    """What cannot be had now. `code`, of a session: `time`, `memory`, `draining`, `restarting` or `engine`; of a job:
-    `queue`, `address`, `disk` (the limit of kept videos) or `storage` (the disk takes nothing)."""
-
-    def __init__(self, code: str, message: str, retry_after_s: int, status: int = 503) -> None:
-        super().__init__(status, message, {"Retry-After": str(retry_after_s)}, code=code)
 
 
 @dataclass
@@ -141,11 +130,12 @@ class Lifetime:
         elif self.idle_since_s is None:
             self.idle_since_s = now_s
 
-    def end(self) -> tuple[float, EndReason] | None:
-        """Time at which it will end by a limit unless something changes, and the reason; None: never."""
+    @property
+    def ends_s(self) -> float | None:
+        """Time at which it will end unless something changes; None: never."""
         if self.idle_limit_s is None or self.idle_since_s is None:
             return None
-        return self.idle_since_s + self.idle_limit_s, "idle"
+        return self.idle_since_s + self.idle_limit_s
 
 
 @dataclass(frozen=True)

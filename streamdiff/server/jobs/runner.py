@@ -36,11 +36,11 @@ from streamdiff.engine.messages import Command, Event, Pictures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.jobs.store import ATTEMPTS, Job, JobStore, Order, VideoRequest, sync
-from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import share_of
+from streamdiff.server.problem import Unavailable
 from streamdiff.video.files import write_video
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class JobRunner:
         await self._cancel([*self._tasks, *self._runs])
         self._encoders.shutdown()
         try:
-            await self._stored(self._store.put_back_all)
+            await self._stored(partial(self._store.put_back, attempt=False))
         except sqlite3.Error as error:
             logger.error("Jobs in progress count as tried once: %s", error)
         await self._stored(self._store.close)

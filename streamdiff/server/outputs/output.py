@@ -225,9 +225,6 @@ class Output:
         self._count(0, self._queue.dropped - dropped)
         self._available.set()
 
-    def line_bps(self, now_s: float) -> None:
-        """An output does not say what its line carries: it must not lower the viewers' picture."""
-
     async def stop(self) -> None:
         """Write what came so far, and end."""
         self._stopping.set()
@@ -298,7 +295,7 @@ class Output:
         self._playback = session.playback
         reason = ""
         try:
-            session.playback.attach(self.target.codec, self)
+            session.playback.attach(self.target.codec, self.put)  # what its line carries must not lower the picture
             fmt, target = session.playback.format, self.target
             header = {name: getattr(target, name) for name in ("container", "codec", "options")} | {
                 "url": target.attempt(attempt), "fps": fmt.fps,
@@ -313,7 +310,7 @@ class Output:
         except OSError as error:  # else the writer has ended, and says why
             reason = str(error.strerror) if error.errno == errno.ENOSPC else ""
         finally:
-            session.playback.detach(self.target.codec, self)
+            session.playback.detach(self.target.codec, self.put)
             self._playback = None
             process.stdin.close()
             await _end(process)

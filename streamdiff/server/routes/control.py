@@ -23,7 +23,7 @@ from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
-from streamdiff.server.problem import Problem, respond
+from streamdiff.server.problem import Problem, Unavailable, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
 from streamdiff.server.routes.dependencies import Controlled, State, Watched
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
@@ -113,7 +113,7 @@ async def control(request: Request, live: Controlled) -> Response:
 async def frame(live: Watched) -> Response:
     jpeg = await live.playback.jpeg()
     if jpeg is None:
-        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"}, code="opening")
+        raise Unavailable("opening", "No frame has been made yet.", 1)
     return Response(jpeg, media_type="image/jpeg")
 
 
@@ -269,10 +269,9 @@ def _unready(state: AppState, may_control: bool, known: set[str]) -> Problem | N
     if opening := [each.id for each in manager.opening if each.engine.state != "waiting"]:
         message = f"{len(opening)} sessions are not open yet."
         named = [id for id in opening if id in known]
-        return Problem(503, message, {"Retry-After": "1"}, code="opening", sessions=named)
+        return Unavailable("opening", message, 1, sessions=named)
     if session is None:  # it was ended over the API; others may play
         return None
     if (stalled_s := session.stalled_s()) > STALLED_S:
-        message = f"The engine has made no frame for {stalled_s:.1f} s."
-        return Problem(503, message, {"Retry-After": "1"}, code="stalled")
+        return Unavailable("stalled", f"The engine has made no frame for {stalled_s:.1f} s.", 1)
     return None

@@ -37,15 +37,13 @@ def complete(described: dict[str, Any]) -> None:
             operation["summary"] = facts["summary"]
             # Where the empty one is added to the token, either will do.
             operation["security"] = [{"token": [need]}, *([{}] if "optional" in facts else [])] if need else []
+            statuses = {*_OF_TOKEN[need], *facts.get("problems", ())}
             if "body" in facts:
                 operation["requestBody"] = _body(facts["body"], models)
-            statuses = {*_OF_TOKEN[need], *(_OF_BODY if "body" in facts else ()), *facts.get("problems", ())}
-            operation["responses"] = {
-                **{str(status): _answer(given, schemas) for status, given in facts["answers"].items()},
-                **{
-                    str(each): {"description": table["problems"][each], "content": content} for each in sorted(statuses)
-                },
-            }
+                statuses |= {*_OF_BODY}
+            operation["responses"] = {str(status): _answer(each, schemas) for status, each in facts["answers"].items()}
+            for status in sorted(statuses):
+                operation["responses"][str(status)] = {"description": table["problems"][status], "content": content}
 
 
 def _body(given: Any, models: dict[str, Any]) -> dict[str, Any]:
@@ -61,10 +59,9 @@ def _body(given: Any, models: dict[str, Any]) -> dict[str, Any]:
 
 def _answer(given: Any, schemas: dict[str, Any]) -> dict[str, Any]:
     facts = {"json": given, "says": schemas[given]["description"]} if isinstance(given, str) else given
+    described = {"description": facts["says"]}
     if "json" in facts:
-        content = {JSON: {"schema": {"$ref": f"#/components/schemas/{facts['json']}"}}}
-    else:
-        content = (
-            {facts["type"]: {"schema": _BINARY if "binary" in facts else {"type": "string"}}} if "type" in facts else {}
-        )
-    return {"description": facts["says"]} | ({"content": content} if content else {})
+        described["content"] = {JSON: {"schema": {"$ref": f"#/components/schemas/{facts['json']}"}}}
+    elif "type" in facts:
+        described["content"] = {facts["type"]: {"schema": _BINARY if "binary" in facts else {"type": "string"}}}
+    return described

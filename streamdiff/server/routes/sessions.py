@@ -21,7 +21,7 @@ from streamdiff.engine.messages import Data, Pictures
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes import bodies, schemas
 from streamdiff.server.routes.bodies import FORM, SNAPSHOT
 from streamdiff.server.routes.control import carry_out, status_of
@@ -184,14 +184,14 @@ def _info_of(request: Request, session: LiveSession) -> dict[str, Any]:
     state, prefix = state_of(request), request.scope.get("root_path", "")
     now_s = clock.monotonic_s()
     session.lifetime.watch(session.watched, now_s)
-    end = session.lifetime.end()
+    ends_s = session.lifetime.ends_s
     facts = session.state(may_control=False)  # without the engine's reason
     return {
         **{name: value for name, value in facts.items() if name not in _OF_STATE_ALONE},
         "id": session.id,
         "watched": session.watched,
         "age_s": round(now_s - session.lifetime.opened_s, 1),
-        "ends_in_s": None if end is None else round(max(0.0, end[0] - now_s), 1),
+        "ends_in_s": None if ends_s is None else round(max(0.0, ends_s - now_s), 1),
         "share": round(state.manager.load.share(session.fps, session.steps), 4),
         "whep": f"{prefix}/whep/{session.id}",
         "control": f"{prefix}/api/sessions/{session.id}/control",
@@ -293,7 +293,7 @@ async def _place_for_upload(request: Request, state: AppState) -> AsyncIterator[
 def _refuse_if_busy(state: AppState) -> None:
     """Raises Problem, 503, while MAX_SNAPSHOTS are taken or sent."""
     if state.snapshots.locked():
-        raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
+        raise Unavailable("busy", "Other snapshots are being sent; ask again.", 1)
 
 
 async def _taken(state: AppState, live: LiveSession) -> Data:

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from streamdiff.core import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 LARGEST_SNAPSHOT_BYTES = psutil.virtual_memory().total // 8
@@ -285,6 +285,10 @@ class EngineStatus:
         """A sentence on an engine that does not run, and why."""
         reason = self.reason_for(may_control)
         return f"{_WORDS[self.state]}{consequence}{f': {reason}' if reason else '.'}"
+
+    def unavailable(self, may_control: bool = True) -> Unavailable:
+        """The answer of an engine that does not run."""
+        return Unavailable(self.code, self.message(may_control), self.retry_after_s)
 
 
 @dataclass(frozen=True)

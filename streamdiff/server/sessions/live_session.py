@@ -21,11 +21,11 @@ from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, Unavailable, ViewerDemand
+from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
 from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import (
     LOAD,
@@ -106,7 +106,7 @@ class LiveSession:
         self.limit, self._demand = UNLIMITED, ViewerDemand(self.steps, spec.fps, spec.adaptive)
         # The engine.
         self.engine = EngineStatus()
-        self.opened = self.closed = False  # closed: or about to be, nobody may join
+        self.closed = False  # or about to be, nobody may join
         self.place = "none"
         """Where its caches lie: `device`, `host` (memory) or `disk`; `none` while the engine has not opened it."""
         self.epoch = -1
@@ -146,6 +146,11 @@ class LiveSession:
     def demand(self, now_s: float) -> ViewerDemand:
         """What its viewers requested, with `plays` as of `now_s`."""
         return replace(self._demand, plays=self.plays(now_s))
+
+    @property
+    def opened(self) -> bool:
+        """Whether the engine has opened it."""
+        return self.place != "none"
 
     @property
     def watched(self) -> bool:
@@ -264,7 +269,7 @@ class LiveSession:
 
         Mutates: self.
         """
-        self.opened, self.engine, self.place = False, engine, "none"
+        self.engine, self.place = engine, "none"
         for name in self._answers:
             of_engine = name == OPENING or name.startswith("save ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
@@ -281,8 +286,8 @@ class LiveSession:
 
     def _unavailable(self, id: Id) -> ControlError:
         code = "engine_ended" if self.engine.state == "failed" else self.engine.code
-        headers = {"Retry-After": str(self.engine.retry_after_s)}
-        return ControlError(code, self.engine.message(may_control=True), id=id, headers=headers)
+        why = self.engine.unavailable()
+        return ControlError(code, why.detail, id=id, headers=why.headers)
 
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
@@ -305,7 +310,7 @@ class LiveSession:
                 self.playback.push(event, now_s)
                 self._count_made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
-                self.opened, self.engine, self.place, self.epoch = True, EngineStatus(), "device", event.epoch
+                self.engine, self.place, self.epoch = EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
                 self.playback.progressed.set()
                 self._settle(OPENING, None)
@@ -326,7 +331,7 @@ class LiveSession:
             case messages.Swapped():
                 self.place = event.place
             case messages.Closed():
-                self.opened = False
+                self.place = "none"
 
     def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch

@@ -11,22 +11,21 @@ import logging
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import Counter
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Data, Event, FrameBatch, LoadFigures, Ready, Refused
-from streamdiff.engine.process.supervisor import Restarting
+from streamdiff.engine.messages import Data, Event, FrameBatch, LoadFigures, Ready, Refused
+from streamdiff.engine.process.supervisor import EngineSupervisor, Restarting
 from streamdiff.errors import NOT_FINITE, ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, Unavailable, ViewerDemand, least_share
+from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, ViewerDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions.control import EngineStatus, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
@@ -177,23 +176,13 @@ class EngineLoad:
                 await session.limit_to(limit)
 
 
-class EngineConnection(Protocol):
-    """The web process's end of the IPC socket to the engine."""
-
-    async def send(self, command: Command) -> None:
-        """Hand a command to the engine."""
-
-    def events(self) -> AsyncIterator[Event | Restarting]:
-        """The engine's events, until it ends; after `Restarting` those of a new engine, beginning with `Ready`."""
-
-
 class Manager:
     """The open sessions. While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
     def __init__(
         self,
         config: Config,
-        connection: EngineConnection,
+        connection: EngineSupervisor,
         ready: Ready,
         metrics: Metrics,
         keeper: SnapshotKeeper,
@@ -297,7 +286,7 @@ class Manager:
             RequestError: a field that the engine never takes; names it.
         """
         if not self.engine.running:
-            raise Unavailable(self.engine.code, self.engine.message(True), self.engine.retry_after_s)
+            raise self.engine.unavailable()
         if self.draining:
             raise Unavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
@@ -366,7 +355,7 @@ class Manager:
     def retry_after_s(self) -> int:
         """In how many seconds another session may be opened, as far as is known."""
         now_s = clock.monotonic_s()
-        ends = [end[0] - now_s for session in self.sessions if (end := session.lifetime.end()) is not None]
+        ends = [ends_s - now_s for session in self.sessions if (ends_s := session.lifetime.ends_s) is not None]
         return math.ceil(max(SHORTEST_RETRY_S, min([*ends, LONGEST_RETRY_S])))
 
     def _no_time(self, demand: ViewerDemand, excluding: str | None = None) -> Unavailable | None:
@@ -473,9 +462,8 @@ class Manager:
             for session in self.sessions:
                 with contextlib.suppress(EngineFailure):  # the reader of the engine's events hears of it
                     await session.send_active()
-                end = session.lifetime.end()
-                if end is not None and now_s >= end[0]:
-                    await self.end(session.id, end[1])
+                if now_s >= (session.lifetime.ends_s or math.inf):
+                    await self.end(session.id, "idle")
             await self._ask_waiting()
 
     async def _read_events(self) -> None:

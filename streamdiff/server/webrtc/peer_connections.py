@@ -25,7 +25,7 @@ from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Codec
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, StreamEnded, StrengthMessage
 from streamdiff.server.sessions.live_session import LiveSession
@@ -121,10 +121,10 @@ class Peers(ABC, Generic[PeerT]):
             Problem: 404, 400, 422 for an ICE restart, 429.
         """
         peer = self.find(session_id, id, address)
-        trickle = sdp.parse_trickle(fragment)
-        if trickle.username is not None and trickle.username not in peer.offer.usernames:
+        username, candidates = sdp.parse_trickle(fragment)
+        if username is not None and username not in peer.offer.usernames:
             raise Problem(422, f"ICE restart is not supported: POST a new offer. This {self.whose} stays as it was.")
-        for candidate in trickle.candidates:
+        for candidate in candidates:
             if peer.candidates >= sdp.MAX_CANDIDATES:
                 return
             peer.candidates += 1
@@ -161,10 +161,6 @@ class Peers(ABC, Generic[PeerT]):
             await peer.close()
             self._slots.release(peer.address)
             raise
-        self._register(peer)
-
-    def _register(self, peer: PeerT) -> None:
-        """Keep a peer that has its answer, and end it unless it connects in time. Mutates: self, peer."""
         self._peers[peer.id] = peer
         loop = asyncio.get_running_loop()
         peer.timeout = loop.call_later(CONNECT_TIMEOUT_S, self._end_soon, peer, "connect_timeout")
@@ -209,12 +205,11 @@ async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) ->
         message = "The offer cannot be answered. Offer one video section, as browsers write it (JSEP, RFC 9429)."
         raise Problem(422, message, code="offer") from error
     if "\na=candidate:" not in answer:
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
         if ports_are_in_use():
             message = f"No UDP port is free for {purpose}: those of serve.udp_ports are in use."
-            raise Problem(503, message, headers, code="ports")
+            raise Unavailable("ports", message, RETRY_AFTER_S)
         logger.error("No UDP socket could be opened for %s: are there too many open files (ulimit -n)?", purpose)
-        raise Problem(503, f"The server could open no UDP socket for {purpose}.", headers, code="network")
+        raise Unavailable("network", f"The server could open no UDP socket for {purpose}.", RETRY_AFTER_S)
     return offer.complete(answer)
 
 
@@ -264,7 +259,7 @@ class Viewers(Peers[Viewer]):
     def __init__(self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: IceServers) -> None:
         super().__init__(slots, ice_servers)
         self._codecs, self._metrics = codecs, metrics
-        self._check_timer: asyncio.TimerHandle | None = None
+        self._checking = asyncio.create_task(self._check_viewers(), name="viewers")
 
     @property
     def count(self) -> int:
@@ -311,8 +306,6 @@ class Viewers(Peers[Viewer]):
             answer = await answered(checked, self._negotiate(viewer, wanted), "the video of one more viewer")
         self._ice.take_answer(ice, answer)
         logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
-        if self._check_timer is None:
-            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
         return viewer.id, answer
 
     async def stop(self) -> None:
@@ -320,8 +313,7 @@ class Viewers(Peers[Viewer]):
         for viewer in list(self._peers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
-        if self._check_timer is not None:
-            self._check_timer.cancel()
+        self._checking.cancel()
         await super().stop()
 
     # ---- one viewer's life --------------------------------------------------------------------------------------
@@ -345,14 +337,14 @@ class Viewers(Peers[Viewer]):
         await pc.setLocalDescription(await pc.createAnswer())
         return str(pc.localDescription.sdp)
 
-    def _check_viewers(self) -> None:
-        """Once a second, while there are viewers: end those that are stuck or silent."""
-        now_s = clock.monotonic_s()
-        for viewer in list(self._peers.values()):
-            if (fault := viewer.sender.fault(now_s)) is not None:
-                self._end_soon(viewer, fault)
-        loop = asyncio.get_running_loop()
-        self._check_timer = loop.call_later(CHECK_S, self._check_viewers) if self._peers else None
+    async def _check_viewers(self) -> None:
+        """Once a second end those that are stuck or silent."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now_s = clock.monotonic_s()
+            for viewer in list(self._peers.values()):
+                if (fault := viewer.sender.fault(now_s)) is not None:
+                    self._end_soon(viewer, fault)
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
         if channel.label != "control" or (viewer.channel is not None and viewer.channel.open):
@@ -387,13 +379,12 @@ class Viewers(Peers[Viewer]):
         """The oldest connection of `client_id` that is dead or never connected, and without which `address` may have a
         slot. Clients choose their ids, so one that still reports is left alone."""
         now_s = clock.monotonic_s()
-        same = (each for each in self._peers.values() if client_id is not None and each.client_id == client_id)
-        dead = (viewer for viewer in same if _is_dead(viewer, now_s))
-        return next((viewer for viewer in dead if self._slots.refusal(address, viewer.address) is None), None)
-
-
-def _is_dead(viewer: Viewer, now_s: float) -> bool:
-    return viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > STALE_S
+        for viewer in self._peers.values():
+            is_dead = viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > STALE_S
+            same = client_id is not None and viewer.client_id == client_id
+            if same and is_dead and self._slots.refusal(address, viewer.address) is None:
+                return viewer
+        return None
 
 
 def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
@@ -437,7 +428,7 @@ class Feeder(Peer):
                 if aiortc_compat.negotiated_codec(transceiver) is None:
                     raise ValueError("no common video codec")
         assert taken is not None, "a checked offer has video"
-        aiortc_compat.listen(self.pc, self._note_heard)
+        aiortc_compat.listen(self.pc, lambda: setattr(self, "heard_s", clock.monotonic_s()))
         aiortc_compat.on_media(self.pc, lambda: self._check_decodable(on_misuse))
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         self.receiving = asyncio.create_task(self._receive(taken), name="receive-video")
@@ -452,9 +443,6 @@ class Feeder(Peer):
         if self.queue is not None:
             await self.queue.join_decoder(CLOSE_S)
         return closed
-
-    def _note_heard(self) -> None:
-        self.heard_s = clock.monotonic_s()
 
     def _check_decodable(self, on_misuse: Callable[[str], None]) -> None:
         """A packet with video has come."""

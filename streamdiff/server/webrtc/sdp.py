@@ -14,7 +14,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from aiortc import RTCIceCandidate
 from aiortc.sdp import MediaDescription, SessionDescription, candidate_from_sdp
@@ -59,13 +59,6 @@ class SdpError(Problem):
 
     def __init__(self, message: str, status: int = 400, code: str = "offer") -> None:
         super().__init__(status, message, code=code)
-
-
-class Trickle(NamedTuple):
-    """The contents of an SDP fragment. `candidates`: those that can be used here, each with its section's `sdpMid`."""
-
-    username: str | None
-    candidates: tuple[RTCIceCandidate, ...]
 
 
 _Section = list[str]
@@ -167,9 +160,9 @@ def without_unusable(answer: str) -> str:
     return "".join(f"{line}\r\n" for line in lines)
 
 
-def parse_trickle(text: str) -> Trickle:
-    """An SDP fragment (RFC 8840) from a viewer that sends candidates as it finds them. Lines that are no candidates are
-    left out where others are.
+def parse_trickle(text: str) -> tuple[str | None, list[RTCIceCandidate]]:
+    """The user name in an SDP fragment (RFC 8840) from a peer that sends candidates as it finds them, and those that
+    can be used here, each with its section's `sdpMid`. Lines that are no candidates are left out where others are.
 
     Raises:
         SdpError: it is no such fragment.
@@ -198,10 +191,10 @@ def parse_trickle(text: str) -> Trickle:
         raise wrong
     if not any(line.startswith(_FRAGMENT_LINES) for line in lines):
         raise SdpError("The fragment has no ICE line; send a=ice-ufrag, a=ice-pwd and a=candidate lines (RFC 8840).")
-    candidates = tuple(each for each in found if each is not None)
+    candidates = [each for each in found if each is not None]
     if len(candidates) > MAX_CANDIDATES:
         raise SdpError(f"The fragment has more than {MAX_CANDIDATES} candidates.")
-    return Trickle(username, candidates)
+    return username, candidates
 
 
 def _value(section: _Section, name: str) -> str | None:

@@ -173,10 +173,10 @@ def test_room_is_how_many_are_not_refused(work_s: float, limit: float, opened: i
 
 def test_a_session_that_nobody_watches_ends() -> None:
     life = Lifetime(100.0, idle_limit_s=10.0)
-    assert life.end() == (110.0, "idle"), "nobody has come yet"
+    assert life.ends_s == 110.0, "nobody has come yet"
     life.watch(True, 105.0)
-    assert life.end() is None
+    assert life.ends_s is None
     life.watch(False, 120.0)
     life.watch(False, 125.0)
-    assert life.end() == (130.0, "idle"), "since the last one left, not since it was looked at"
-    assert Lifetime(0.0).end() is None
+    assert life.ends_s == 130.0, "since the last one left, not since it was looked at"
+    assert Lifetime(0.0).ends_s is None

@@ -302,13 +302,13 @@ def test_an_answer_keeps_the_candidates_that_can_be_used_and_all_else() -> None:
 
 
 def test_trickle_reads_candidates_and_skips_what_is_of_no_use(offer: str) -> None:
-    trickle = parse_trickle(
+    username, candidates = parse_trickle(
         "a=ice-ufrag:abcd\r\na=ice-pwd:0123456789012345678901\r\nm=video 9 UDP/TLS/RTP/SAVPF 0\r\na=mid:1\r\n"
         "a=candidate:1 1 udp 2122260223 192.0.2.9 50000 typ host\r\n"
         "a=candidate:1 1 udp 2122260223 x.local 50000 typ host\r\na=end-of-candidates\r\n"
     )
-    assert trickle.username == "abcd"
-    assert [(each.sdpMid, each.ip, each.port) for each in trickle.candidates] == [("1", "192.0.2.9", 50000)]
+    assert username == "abcd"
+    assert [(each.sdpMid, each.ip, each.port) for each in candidates] == [("1", "192.0.2.9", 50000)]
 
 
 def test_a_bad_candidate_of_a_fragment_leaves_the_others_in_force() -> None:
@@ -320,9 +320,9 @@ def test_a_bad_candidate_of_a_fragment_leaves_the_others_in_force() -> None:
         f"a=candidate:{good[2]}",
     ]
     fragment = "\r\n".join(["a=mid:0", *lines, UNUSABLE, "a=candidate:"])
-    assert [each.ip for each in parse_trickle(fragment).candidates] == ["192.0.2.1", "192.0.2.2", "192.0.2.3"]
-    assert parse_trickle(f"candidate:{good[0]}").candidates
-    assert not parse_trickle("a=candidate:\r\n").candidates, "which says that no more will come"
+    assert [each.ip for each in parse_trickle(fragment)[1]] == ["192.0.2.1", "192.0.2.2", "192.0.2.3"]
+    assert parse_trickle(f"candidate:{good[0]}")[1]
+    assert not parse_trickle("a=candidate:\r\n")[1], "which says that no more will come"
 
 
 BAD_CANDIDATES = [

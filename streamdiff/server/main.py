@@ -36,6 +36,7 @@ from streamdiff.server.load import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import not_ready
 from streamdiff.server.sessions.keeper import open_folders
+from streamdiff.server.tasks import end_tasks
 from streamdiff.server.webrtc.aiortc_compat import host_addresses
 from streamdiff.server.webrtc.ice import UdpPortLoop
 
@@ -228,8 +229,7 @@ async def _unless_shut_down(starting: Coroutine[Any, Any, None], shutdown: Shutd
     if task.done():
         task.result()
         return True
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_tasks(task)
     return False
 
 
@@ -262,8 +262,7 @@ async def _serve_engine(
             await state.manager.keeper.end()
         return code
     finally:
-        for task in (requested, ended):
-            task.cancel()
+        await end_tasks(requested, ended)
 
 
 async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> None:

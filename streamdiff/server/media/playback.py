@@ -29,6 +29,7 @@ from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
+from streamdiff.server.tasks import end_tasks
 
 QUALITY = 92
 SKIP_EVERY_S = 0.5
@@ -240,8 +241,7 @@ class Playback:
 
     async def close(self) -> None:
         """End the threads and tasks."""
-        self._reporting.cancel()
-        await asyncio.gather(self._reporting, return_exceptions=True)
+        await end_tasks(self._reporting)
         self.pacer.stop()
         for stream in self._streams.values():
             stream.encoder.stop()

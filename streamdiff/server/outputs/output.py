@@ -36,6 +36,7 @@ from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.outputs.muxer import RECORD
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.tasks import wait_at_most
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.sdp import SdpError, without_unusable
@@ -242,7 +243,7 @@ class Output:
         while not self._stopping.is_set():
             session = self._find_session()
             if session is None or session.closed:
-                await self._sleep(BACK_OFF_S[0])
+                await wait_at_most(self._stopping, BACK_OFF_S[0])
                 continue
             begun_s = clock.monotonic_s()
             reason = await (self._publish(session) if self.target.container == "whip" else self._send(session, attempt))
@@ -259,19 +260,12 @@ class Output:
             if reason != told[0] or clock.monotonic_s() - told[1] >= TELL_S:
                 told = reason, clock.monotonic_s()
                 logger.warning("Output %s broke off: %s. Tried again in %g s.", self.status.name, reason, wait_s)
-            await self._sleep(wait_s)
-
-    async def _sleep(self, seconds: float) -> None:
-        """Wait, or until the end is asked for."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            await wait_at_most(self._stopping, wait_s)
 
     async def _poll(self) -> None:
         """Wait for a packet, or `POLL_S`: session and writer may end without one."""
         self._available.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._available.wait()
+        await wait_at_most(self._available, POLL_S)
 
     async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""

@@ -30,6 +30,7 @@ from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlCon
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, parse
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
+from streamdiff.server.tasks import end_tasks, wait_at_most
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a request waits for the engine's answer before it is answered with 202."""
@@ -62,9 +63,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
     session.join(name, take, may_control=False)
     try:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(QUIET_S):
-                    await came.wait()
+            await wait_at_most(came, QUIET_S)
             came.clear()
             # What thousands read is not written in one go, for which the video would have to wait.
             await asyncio.sleep(random.random() * STAGGER_S * len(session.peers))
@@ -174,9 +173,7 @@ class WebSocketConnection(ControlConnection):
             end = next(task for task in tasks if task.done()).result()
         finally:
             self.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         self._metrics.sockets_ended.labels(end).inc()
         return end
 

@@ -30,6 +30,7 @@ from streamdiff.server.sessions.control import EngineStatus, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput, play
+from streamdiff.server.tasks import end_tasks, wait_at_most
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
 
@@ -153,9 +154,7 @@ class EngineLoad:
         """Update the load limits of adaptive sessions at every change and every second while the engine is `running`;
         until cancelled."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await self._changed.wait()
+            await wait_at_most(self._changed, _LOOK_S)
             self._changed.clear()
             if running():
                 await self._limit_sessions()
@@ -447,9 +446,7 @@ class Manager:
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         for session in self.sessions:
             await session.close()
 

@@ -31,6 +31,7 @@ from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, StreamEnded, S
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import INPUT_ANSWER_S
 from streamdiff.server.sessions.video_input import VideoInput
+from streamdiff.server.tasks import end_tasks
 from streamdiff.server.webrtc import aiortc_compat, sdp
 from streamdiff.server.webrtc.ice import IceServers, ports_are_in_use
 from streamdiff.server.webrtc.sender import VideoSender
@@ -437,8 +438,7 @@ class Feeder(Peer):
     async def close(self) -> bool:
         await self.session.end_input(self.video_input)
         if self.receiving is not None:
-            self.receiving.cancel()
-            await asyncio.gather(self.receiving, return_exceptions=True)
+            await end_tasks(self.receiving)
         closed = await super().close()
         if self.queue is not None:
             await self.queue.join_decoder(CLOSE_S)

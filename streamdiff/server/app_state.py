@@ -71,25 +71,24 @@ class AppState:
         self.snapshot_key = read_snapshot_key(serve)
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())
-        self.jobs: JobRunner | None = None
+        self.jobs = None if serve.jobs_dir is None else self._make_jobs(Path(serve.jobs_dir).expanduser(), connection)
         """None: this server makes no videos."""
         self.metrics.viewers_limit.set(serve.max_viewers)
-        self.metrics.jobs_limit.set(0 if serve.jobs_dir is None else job_runner.QUEUE)
-        if serve.jobs_dir is not None:
-            self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
+        self.metrics.jobs_limit.set(0 if self.jobs is None else job_runner.QUEUE)
         default = partial(self.manager.get, DEFAULT_SESSION)
         self.outputs.configured = [self.outputs.begin(target, default) for target in targets]
 
-    async def _session_ends(self, session: LiveSession, reason: str) -> None:
+    async def _session_ends(self, session: LiveSession) -> None:
         """Close a session's viewers, outputs and senders."""
         await self.feeders.end_session(session)
         await self.viewers.end_session(session)
         await self.outputs.end_session(session)
 
-    def _make_jobs(self, store: JobStore, connection: EngineSupervisor) -> JobRunner:
+    def _make_jobs(self, folder: Path, connection: EngineSupervisor) -> JobRunner:
         """The runner of the server's jobs, connected to the manager's events. Mutates: manager."""
         # A `clean` session has one step in the ring at most, so it takes one for each stage to leave none idle.
         stages = self.config.model.stages if self.config.model.kv_context == "clean" else 1
+        store = JobStore(folder, self.config.serve.name)
         runner = JobRunner(
             store, self.config.serve, connection.send, lambda: self.manager.ready, self.metrics, at_once=stages
         )

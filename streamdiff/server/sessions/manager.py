@@ -192,7 +192,7 @@ class Manager:
         self.engine = EngineStatus()
         self.draining = False
         self.ended = asyncio.Event()
-        self.on_end: Callable[[LiveSession, str], Awaitable[None]] | None = None
+        self.on_end: Callable[[LiveSession], Awaitable[None]] | None = None
         """Called when a session ends, before its threads do: closes the connections of its viewers."""
         self.on_event: Callable[[Event | Restarting], None] = lambda event: None
         """Called with every event of the engine, after the sessions have handled it."""
@@ -378,7 +378,7 @@ class Manager:
         self._reopening.pop(session.id, None)
         self.keeper.forget(session.id)
         if self.on_end is not None:
-            await self.on_end(session, self._end_reasons.get(session.id, "refused"))
+            await self.on_end(session)
         await session.close()
 
     # ---- the video file of the configuration --------------------------------------------------------------------

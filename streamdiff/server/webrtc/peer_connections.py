@@ -429,7 +429,7 @@ class Feeder(Peer):
                 if aiortc_compat.negotiated_codec(transceiver) is None:
                     raise ValueError("no common video codec")
         assert taken is not None, "a checked offer has video"
-        aiortc_compat.listen(self.pc, lambda: setattr(self, "heard_s", clock.monotonic_s()))
+        aiortc_compat.listen(self.pc, self._note_heard)
         aiortc_compat.on_media(self.pc, lambda: self._check_decodable(on_misuse))
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         self.receiving = asyncio.create_task(self._receive(taken), name="receive-video")
@@ -443,6 +443,9 @@ class Feeder(Peer):
         if self.queue is not None:
             await self.queue.join_decoder(CLOSE_S)
         return closed
+
+    def _note_heard(self) -> None:
+        self.heard_s = clock.monotonic_s()
 
     def _check_decodable(self, on_misuse: Callable[[str], None]) -> None:
         """A packet with video has come."""

@@ -98,11 +98,8 @@ def hook_sender(
     on_report: Callable[[], None],
     may_resend: Callable[[], bool],
 ) -> None:
-    """Make `sender` report PLI / FIR, REMB, and every RTCP packet of its peer;
-    `may_resend`, asked for every packet that the peer misses (NACK), decides whether that is sent again.
-
-    Mutates: sender.
-    """
+    """Make `sender` report PLI / FIR, REMB, and every RTCP packet of its peer; `may_resend`, asked for every packet
+    that the peer misses (NACK), decides whether that is sent again. Mutates: sender."""
     setattr(sender, "_send_keyframe", on_key_request)  # noqa: B010
     handle = sender._handle_rtcp_packet
 

@@ -44,13 +44,13 @@ BACKLOG = 512
 ACCEPTS = 8
 """Connections accepted in a turn of the loop: those above the limits are closed in the next ones."""
 FULL_AGAIN_S = 60.0
+"""After which it is logged again that descriptors are used up."""
 REQUEST_S = 10.0
 """Seconds within which a request's head, and then its body, has to arrive; of a larger body so many more that it may
 come at BODY_BYTES_PER_S."""
 BODY_BYTES_PER_S = 1_600_000
 MAX_CONNECTIONS = 10_000
 """Open at the same time, where there are file descriptors for so many."""
-"""After which it is logged again that descriptors are used up."""
 Admission = Literal["served", "crowded", "refused"]
 logger = logging.getLogger(__name__)
 

@@ -49,13 +49,13 @@ async def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatc
         posting = asyncio.create_task(site.post(peer, session=live.id, token=opened["view_token"]))
         await negotiating.wait()
 
-        async def on_end(ended: LiveSession, reason: str) -> None:
+        async def on_end(ended: LiveSession) -> None:
             if joins.startswith("after"):
-                await end_viewers(ended, reason)
+                await end_viewers(ended)
             ending.set()
             await posting
             if joins.startswith("before"):
-                await end_viewers(ended, reason)
+                await end_viewers(ended)
 
         site.state.manager.on_end = on_end
         assert (await site.http.delete(f"/api/sessions/{live.id}", headers=headers)).status_code == 200

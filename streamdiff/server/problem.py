@@ -6,7 +6,6 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
 from starlette.types import Scope
 
 MAX_TEXT = 4000
@@ -15,40 +14,6 @@ PROBLEM_TYPE = "application/problem+json"
 OPENAI = "/v1/"
 """Addresses below it answer in the words of OpenAI's API."""
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-class ProblemDocument(BaseModel):
-    """An error."""
-
-    type: str
-    title: str
-    status: int
-    detail: str = Field(description="for people")
-    code: str = Field("", description="for programs")
-    field: str = Field("", description="the field at fault, or empty")
-
-
-class OpenAIError(BaseModel):
-    """An error, as OpenAI's clients read it."""
-
-    message: str = Field(description="for people")
-    type: str
-    param: str | None = Field(description="the field at fault")
-    code: str = Field(description="for programs")
-
-
-DOCUMENT: dict[str, Any] = {"content": {PROBLEM_TYPE: {"schema": ProblemDocument.model_json_schema()}}}
-"""A problem in the API's description."""
-_OPENAI_PROPERTIES = {
-    "error": OpenAIError.model_json_schema(),
-    "detail": {"type": "string", "description": "the message once more"},
-}
-OPENAI_DOCUMENT: dict[str, Any] = {
-    "application/json": {
-        "schema": {"type": "object", "properties": _OPENAI_PROPERTIES, "required": ["error", "detail"]}
-    }
-}
-"""The content of one below /v1."""
 
 
 class Problem(Exception):
@@ -65,6 +30,15 @@ class Problem(Exception):
     def code(self) -> str:
         """Machine-readable reason; the status where there is none."""
         return str(self.extra.get("code", self.status))
+
+
+class Unavailable(Problem):
+    """What cannot be had now, but after `retry_after_s`. `code`, of a session: `time`, `memory`, `draining`,
+    `restarting` or `engine`; of a job: `queue`, `address`, `disk` (the limit of kept videos) or `storage` (the disk
+    takes nothing)."""
+
+    def __init__(self, code: str, message: str, retry_after_s: int, status: int = 503, **extra: Any) -> None:
+        super().__init__(status, message, {"Retry-After": str(retry_after_s)}, code=code, **extra)
 
 
 def _sendable(text: str) -> str:

@@ -45,7 +45,7 @@ SERVER = (
     ("middleware", "sessions"),
     ("load", "media"),
     ("peers",),
-    ("auth", "logging_setup", "metrics", "problem"),
+    ("auth", "logging_setup", "metrics", "problem", "tasks"),
 )
 PIPELINE = (
     ("build",),

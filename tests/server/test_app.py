@@ -107,7 +107,7 @@ async def test_pictures_in_yuv420_are_seen_in_their_colours_live_and_as_a_pictur
 
 async def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:
     async with open_site() as site:
-        site.live.opened = False
+        site.live.place = "none"
         await site.client.inject(Refused("default", OPENING, "prompt", "the prompt is silly"))
         await site.state.manager.ended.wait()
         assert "silly" in (await site.http.get("/readyz")).json()["detail"]

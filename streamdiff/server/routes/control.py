@@ -16,31 +16,21 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.config import ServeConfig
-from streamdiff.errors import EngineFailure
 from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
-from streamdiff.server.problem import Problem, respond
+from streamdiff.server.problem import Problem, Unavailable, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
-from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
-from streamdiff.server.routes.schemas import Answer
+from streamdiff.server.routes.dependencies import Controlled, State, Watched
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import (
-    MAX_BODY_BYTES,
-    ControlError,
-    ControlMessage,
-    Receipt,
-    StreamEnded,
-    message_schema,
-    parse,
-)
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, parse
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
+from streamdiff.server.tasks import end_tasks, wait_at_most
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a request waits for the engine's answer before it is answered with 202."""
@@ -51,7 +41,6 @@ QUIET_S = 15.0
 SEND_LIMIT_S = 10.0
 """How long one message may take to leave."""
 End = Literal["gone", "slow", "session_ended"]
-_LATER = answer("The engine has it and carries it out later (receipt `asked`)", status=202)
 _numbers = itertools.count(1)
 router, probes = APIRouter(tags=["control"]), APIRouter(tags=["health"])
 
@@ -74,9 +63,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
     session.join(name, take, may_control=False)
     try:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(QUIET_S):
-                    await came.wait()
+            await wait_at_most(came, QUIET_S)
             came.clear()
             # What thousands read is not written in one go, for which the video would have to wait.
             await asyncio.sleep(random.random() * STAGGER_S * len(session.peers))
@@ -90,7 +77,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
         session.leave(name)
 
 
-@router.get("/api/state", summary="Everything that a page needs to draw itself", **operation("watch", 404, 410))
+@router.get("/api/state")
 async def show_state(request: Request, state: State, live: Watched) -> Response:
     manager, may_control = state.manager, state.may_control(request, live)
     engine = manager.engine
@@ -104,37 +91,28 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
             "batching": manager.load.batching,
             "viewers": state.viewers.count,
             "max_viewers": state.config.serve.max_viewers,
-            "outputs": [asdict(output.status) for output in state.outputs],
+            "outputs": [asdict(output.status) for output in state.outputs.configured],
             "codecs_offered": list(state.codecs),
         }
     )
 
 
-@router.post(
-    "/api/control", summary="Say one control message",
-    **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, message_schema()), answers=_LATER),
-)  # fmt: skip
-async def control(request: Request, state: State, live: Controlled) -> Response:
+@router.post("/api/control")
+async def control(request: Request, live: Controlled) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
-    try:
-        message = parse(await read_bytes(request, MAX_BODY_BYTES))
-    except ControlError as error:
-        raise _refused(state, error) from error
+    message = parse(await read_bytes(request, MAX_BODY_BYTES))
     if message.type == "get":
         return JSONResponse(live.state(may_control=True))
-    receipt = await carry_out(state, live, message)
+    receipt = await carry_out(live, message)
     return JSONResponse(receipt.message(), status_of([receipt]))
 
 
-@router.get(
-    "/frame.jpg", summary="The frame on show", response_class=Response,
-    **operation("watch", 404, 410, 503, answers=answer("A JPEG file", "image/jpeg", BINARY)),
-)  # fmt: skip
+@router.get("/frame.jpg")
 async def frame(live: Watched) -> Response:
     jpeg = await live.playback.jpeg()
     if jpeg is None:
-        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"}, code="opening")
+        raise Unavailable("opening", "No frame has been made yet.", 1)
     return Response(jpeg, media_type="image/jpeg")
 
 
@@ -143,48 +121,9 @@ def status_of(receipts: list[Receipt]) -> int:
     return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
 
 
-def check(state: AppState, session: LiveSession, messages: list[ControlMessage]) -> None:
-    """Raises Problem where one of `messages`, carried out in this order, would be refused: before any is."""
-    try:
-        session.check(messages)
-    except ControlError as error:
-        raise _refused(state, error) from error
-
-
-async def carry_out(state: AppState, session: LiveSession, message: ControlMessage) -> Receipt:
-    """Carry out a message; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
-
-    Raises:
-        Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
-    """
-    try:
-        receipt = await session.control_and_wait(message, f"http-{next(_numbers)}", ANSWER_TIMEOUT_S)
-    except ControlError as error:
-        raise _refused(state, error) from error
-    except TimeoutError as error:
-        text = f"The engine took no command for {ANSWER_TIMEOUT_S:g} s; this one may still be carried out."
-        raise Problem(504, text, code="engine") from error
-    except StreamEnded as error:
-        raise Problem(410, "The session has ended.", code="ended") from error
-    except EngineFailure as error:
-        raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
-    if receipt.stage == "refused":
-        raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
-    return receipt
-
-
-def _refused(state: AppState, error: ControlError) -> Problem:
-    """The answer to a message that is refused. Mutates: the metrics."""
-    state.metrics.controls.labels("any", error.code).inc()
-    known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
-    engine_s = state.manager.engine.retry_after_s
-    waits = {
-        "no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "memory": engine_s,
-        "engine_ended": engine_s,
-    }  # fmt: skip
-    headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
-    status = 503 if error.code in waits else known.get(error.code, 422)
-    return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
+async def carry_out(session: LiveSession, message: ControlMessage) -> Receipt:
+    """Carry out a message; see `LiveSession.control_and_wait`."""
+    return await session.control_and_wait(message, f"http-{next(_numbers)}", ANSWER_TIMEOUT_S)
 
 
 # ---- the WebSocket ------------------------------------------------------------------------------------------------
@@ -234,9 +173,7 @@ class WebSocketConnection(ControlConnection):
             end = next(task for task in tasks if task.done()).result()
         finally:
             self.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         self._metrics.sockets_ended.labels(end).inc()
         return end
 
@@ -273,47 +210,28 @@ class WebSocketConnection(ControlConnection):
 # ---- liveness, readiness, metrics ----------------------------------------------------------------------------------
 
 
-class Health(Answer):
-    """The web process lives."""
-
-    alive: Literal[True] = True
-
-
-class Readiness(Answer):
-    """The engine makes video."""
-
-    ready: Literal[True] = True
-    waiting: list[str] = Field([])
-    """sessions that are opened when there is memory, of those whose token is shown; they were open before a restart
-    of the engine or the server"""
+@probes.get("/healthz")
+async def healthz() -> dict[str, bool]:
+    return {"alive": True}
 
 
-@probes.get("/healthz", summary="Whether the web process lives", **operation(None))
-async def healthz() -> Health:
-    return Health()
-
-
-@probes.get(
-    "/health", summary="The same as /readyz, as vLLM calls it", **operation("steer", 503, optional=True)
-)  # fmt: skip
-@probes.get("/readyz", summary="Whether viewers can be sent here", **operation("steer", 503, optional=True))
-async def readyz(request: Request, state: State) -> Readiness:
+@probes.get("/health")
+@probes.get("/readyz")
+async def readyz(request: Request, state: State) -> Response:
     """Answered without a token too, as probes have none. With a token that may watch it says what is wrong, with one
     that may steer in the engine's own words."""
     role = state.role(request)
     known = {session.id for session in state.watchable(request)}
     problem = _unready(state, role is Role.CONTROLLER, known)
     if problem is None:
-        return Readiness(waiting=[session.id for session in state.manager.waiting if session.id in known])
+        waiting = [session.id for session in state.manager.waiting if session.id in known]
+        return JSONResponse({"ready": True, "waiting": waiting})
     if role is Role.NOBODY:
         raise Problem(problem.status, "The server is not ready.", problem.headers)
     raise problem
 
 
-@probes.get(
-    "/metrics", summary="Figures for Prometheus", response_class=Response,
-    **operation("watch", answers=answer("Prometheus' text format", "text/plain")),
-)  # fmt: skip
+@probes.get("/metrics")
 async def metrics(request: Request, state: State) -> Response:
     state.require(request, Role.VIEWER)
     state.update_metrics()
@@ -348,10 +266,9 @@ def _unready(state: AppState, may_control: bool, known: set[str]) -> Problem | N
     if opening := [each.id for each in manager.opening if each.engine.state != "waiting"]:
         message = f"{len(opening)} sessions are not open yet."
         named = [id for id in opening if id in known]
-        return Problem(503, message, {"Retry-After": "1"}, code="opening", sessions=named)
+        return Unavailable("opening", message, 1, sessions=named)
     if session is None:  # it was ended over the API; others may play
         return None
     if (stalled_s := session.stalled_s()) > STALLED_S:
-        message = f"The engine has made no frame for {stalled_s:.1f} s."
-        return Problem(503, message, {"Retry-After": "1"}, code="stalled")
+        return Unavailable("stalled", f"The engine has made no frame for {stalled_s:.1f} s.", 1)
     return None

@@ -13,15 +13,14 @@ from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import Field
 
 from streamdiff.config import IceServer
 from streamdiff.server.app_state import AppState, count_refusals
 from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes.bodies import media_type, read_bytes
-from streamdiff.server.routes.dependencies import Controlled, SessionId, State, answer, body_of, operation
+from streamdiff.server.routes.dependencies import Controlled, State
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.webrtc.sdp import MAX_SDP_BYTES
 
@@ -32,33 +31,18 @@ _OFFER, _FRAGMENT = ("An offer", SDP_TYPE, "Accept-Post"), ("A fragment", TRICKL
 """Kinds of bodies, for `_read_sdp`."""
 _VIEWER, _SENDER = "/whep/{session}/{id}", "/whip/{session}/{id}"
 
-_ViewerId = Annotated[str, Field(description="the viewer")]
-_SenderId = Annotated[str, Field(description="the sender")]
-_Codec = Annotated[str | None, Query(description="only this one", json_schema_extra={"enum": ["h264", "vp8"]})]
-_ClientId = Annotated[
-    str | None,
-    Query(
-        alias="client",
-        description="the same whenever one program comes back: its dead connection makes room where all is taken",
-        json_schema_extra={"pattern": f"^{CLIENT_ID.pattern}$"},
-    ),
-]
-_Strength = Annotated[float | None, Query(gt=0, le=1, description="how much noise is mixed in, as `strength` says")]
-_OnEnd = Annotated[
-    Literal["text", "end"],
-    Query(description="when the video ends: the session continues from its prompt alone, or ends too"),
-]
-_ACCEPTS = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
-_ANSWERED = answer("The answer; Location: the viewer or sender, to PATCH and DELETE", SDP_TYPE, status=201)
+_Strength = Annotated[float | None, Query(gt=0, le=1)]
 
-watching = APIRouter(tags=["watching"], default_response_class=Response)
-feeding = APIRouter(tags=["feeding"], default_response_class=Response)
+watching = APIRouter(tags=["watching"])
+feeding = APIRouter(tags=["feeding"])
 
 
 # ---- watching -----------------------------------------------------------------------------------------------------
 
 
-async def options(request: Request, state: State, session: SessionId = DEFAULT_SESSION) -> Response:
+@watching.options("/whep")
+@watching.options("/whep/{session}")
+async def options(request: Request, state: State, session: str = DEFAULT_SESSION) -> Response:
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
     role = state.role(request, state.manager.get(session))
@@ -69,53 +53,51 @@ async def options(request: Request, state: State, session: SessionId = DEFAULT_S
     return response
 
 
-async def describe(session: SessionId = DEFAULT_SESSION) -> Response:
+@watching.get("/whep")
+@watching.get("/whep/{session}")
+async def describe(session: str = DEFAULT_SESSION) -> Response:
     return Response(headers={"Content-Type": SDP_TYPE, "Accept-Post": SDP_TYPE})
 
 
+@watching.post("/whep")
+@watching.post("/whep/{session}")
 async def watch(
     request: Request,
     state: State,
-    session: SessionId = DEFAULT_SESSION,
-    codec: _Codec = None,
-    client_id: _ClientId = None,
+    session: str = DEFAULT_SESSION,
+    codec: str | None = None,
+    client: str | None = None,
 ) -> Response:
     with count_refusals(state.metrics.viewers_refused):
         offer = await _read_sdp(request, *_OFFER)
         live = state.running_session(request)
-        if client_id is not None and not CLIENT_ID.fullmatch(client_id):
-            why = f"`client` is {client_id[:40]!r}; it is 8 to 64 letters, digits, - or _."
+        if client is not None and not CLIENT_ID.fullmatch(client):
+            why = f"`client` is {client[:40]!r}; it is 8 to 64 letters, digits, - or _."
             raise Problem(422, f"{why} Leave it out, or draw it once.", code="client", field="client")
         if why := state.manager.refuse_viewer(live):
-            raise Problem(503, why, {"Retry-After": str(state.manager.retry_after_s())}, code="memory")
+            raise Unavailable("memory", why, state.manager.retry_after_s())
         may_control = state.may_control(request, live)
-        id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client_id)
+        id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client)
     return _answered(state, f"/whep/{quote(live.id, safe='')}/{id}", answer)
 
 
-@watching.options(_VIEWER, summary="What is taken here", **operation(None, 404, 429, answers=_ACCEPTS))
-@watching.get(_VIEWER, summary="What is taken here", **operation(None, 404, 429, answers=_ACCEPTS))
-async def describe_viewer(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
+@watching.options(_VIEWER)
+@watching.get(_VIEWER)
+async def describe_viewer(request: Request, state: State, session: str, id: str) -> Response:
     state.viewers.find(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
 
 
-@watching.patch(
-    _VIEWER, status_code=204, summary="Add candidates (trickle ICE)",
-    **operation(None, 404, 429, body=body_of(TRICKLE_TYPE)),
-)  # fmt: skip
-async def add_candidates(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
+@watching.patch(_VIEWER)
+async def add_candidates(request: Request, state: State, session: str, id: str) -> Response:
     fragment = await _read_sdp(request, *_FRAGMENT)
     await state.viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
 
-@watching.delete(
-    _VIEWER, summary="Stop watching",
-    **operation(None, 404, 429, answers=answer("It watches no more")),
-)  # fmt: skip
-async def stop_watching(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
+@watching.delete(_VIEWER)
+async def stop_watching(request: Request, state: State, session: str, id: str) -> Response:
     await state.viewers.delete(session, id, address_of(request))
     return Response()
 
@@ -123,58 +105,36 @@ async def stop_watching(request: Request, state: State, session: SessionId, id: 
 # ---- feeding ------------------------------------------------------------------------------------------------------
 
 
+@feeding.post("/whip")
+@feeding.post("/whip/{session}")
 async def feed(
-    request: Request, state: State, live: Controlled, strength: _Strength = None, on_end: _OnEnd = "text"
+    request: Request,
+    state: State,
+    live: Controlled,
+    strength: _Strength = None,
+    on_end: Literal["text", "end"] = "text",
 ) -> Response:
     offer = await _read_sdp(request, *_OFFER)
     id, answer = await state.feeders.create(live, offer, address_of(request), strength, on_end == "end")
     return _answered(state, f"/whip/{quote(live.id, safe='')}/{id}", answer)
 
 
+@feeding.options("/whip")
+@feeding.options("/whip/{session}")
 async def describe_feeding() -> Response:
     return Response(headers={"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, POST"})
 
 
-@feeding.patch(
-    _SENDER, status_code=204, summary="Add candidates (trickle ICE)",
-    **operation("steer", 404, 410, 503, body=body_of(TRICKLE_TYPE)),
-)  # fmt: skip
-async def add_sender_candidates(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
+@feeding.patch(_SENDER)
+async def add_sender_candidates(request: Request, state: State, live: Controlled, id: str) -> Response:
     await state.feeders.trickle(live.id, id, await _read_sdp(request, *_FRAGMENT), address_of(request))
     return Response(status_code=204)
 
 
-@feeding.delete(
-    _SENDER, summary="Stop sending",
-    **operation("steer", 404, 410, 503, answers=answer("It sends no more")),
-)  # fmt: skip
-async def stop_feeding(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
+@feeding.delete(_SENDER)
+async def stop_feeding(request: Request, state: State, live: Controlled, id: str) -> Response:
     await state.feeders.delete(live.id, id, address_of(request))
     return Response()
-
-
-for endpoint in ("/whep", "/whep/{session}"):
-    watching.add_api_route(
-        endpoint, options, methods=["OPTIONS"], summary="What is taken here, and STUN and TURN servers",
-        **operation("watch", optional=True, answers=_ACCEPTS),
-    )  # fmt: skip
-    watching.add_api_route(
-        endpoint, describe, methods=["GET"], summary="What is taken here",
-        **operation(None, answers=answer("Accept-Post says what is taken", SDP_TYPE)),
-    )  # fmt: skip
-    watching.add_api_route(
-        endpoint, watch, methods=["POST"], status_code=201, summary="Watch: an offer for an answer",
-        **operation("watch", 404, 410, 429, 503, body=body_of(SDP_TYPE), answers=_ANSWERED),
-    )  # fmt: skip
-for endpoint in ("/whip", "/whip/{session}"):
-    feeding.add_api_route(
-        endpoint, feed, methods=["POST"], status_code=201, summary="Send video: an offer for an answer",
-        **operation("steer", 404, 406, 409, 410, 503, body=body_of(SDP_TYPE), answers=_ANSWERED),
-    )  # fmt: skip
-    feeding.add_api_route(
-        endpoint, describe_feeding, methods=["OPTIONS"], summary="What is taken here",
-        **operation(None, answers=_ACCEPTS),
-    )  # fmt: skip
 
 
 def with_links(response: Response, servers: list[IceServer]) -> Response:

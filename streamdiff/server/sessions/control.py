@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from streamdiff.core import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
-from streamdiff.errors import StreamdiffError
+from streamdiff.server.problem import Problem, Unavailable
 
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 LARGEST_SNAPSHOT_BYTES = psutil.virtual_memory().total // 8
@@ -162,14 +162,16 @@ MESSAGES: dict[str, type[ControlMessage]] = {
 _ID: TypeAdapter[Id] = TypeAdapter(Id)
 
 
-class ControlError(ValueError):
-    """A message that is refused: a code for programs, a sentence for people, the field at fault."""
+class ControlError(Problem):
+    """A message that is refused: a code for programs, a sentence for people, the field at fault. With `headers`, which
+    say when to ask again, it may be carried out later."""
 
-    def __init__(self, code: str, message: str, field: str = "", id: Id = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.field = field
-        self.id = id
+    def __init__(
+        self, code: str, message: str, field: str = "", id: Id = None, headers: dict[str, str] | None = None
+    ) -> None:
+        known = {"bad_json": 400, "bad_message": 400, "conflict": 409, "fed": 409}
+        super().__init__(503 if headers else known.get(code, 422), message, headers, code=code, field=field, id=id)
+        self.field, self.id = field, id
 
 
 def message_schema() -> dict[str, Any]:
@@ -246,8 +248,11 @@ _WORDS = {
 }
 
 
-class StreamEnded(StreamdiffError):
+class StreamEnded(Problem):
     """The session ended before it answered."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__(410, f"The session {session!r} has ended.", code="ended")
 
 
 @dataclass(frozen=True)
@@ -280,6 +285,10 @@ class EngineStatus:
         """A sentence on an engine that does not run, and why."""
         reason = self.reason_for(may_control)
         return f"{_WORDS[self.state]}{consequence}{f': {reason}' if reason else '.'}"
+
+    def unavailable(self, may_control: bool = True) -> Unavailable:
+        """The answer of an engine that does not run."""
+        return Unavailable(self.code, self.message(may_control), self.retry_after_s)
 
 
 @dataclass(frozen=True)

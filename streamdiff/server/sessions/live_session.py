@@ -25,6 +25,7 @@ from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
 from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import (
     LOAD,
@@ -84,14 +85,14 @@ class LiveSession:
         ready: Ready,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
-        may_play: Callable[[ViewerDemand], str],
+        no_time: Callable[[ViewerDemand], Unavailable | None],
         occupancy: Callable[[], Sequence[float]],
     ) -> None:
-        """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
-        it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
+        """`send` hands a command to the engine; `no_time` says why the session cannot have what it asks for; None: it
+        can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
         self.id = id
         self._config, self._ready, self._metrics = config, ready, metrics
-        self._send, self._may_play, self._occupancy = send, may_play, occupancy
+        self._send, self._no_time, self._occupancy = send, no_time, occupancy
         # What it shows.
         self.prompt, self.seed, self.image, self.features = spec.prompt, spec.seed, spec.image, spec.features
         self.begins_with_image = spec.image is not None
@@ -105,7 +106,7 @@ class LiveSession:
         self.limit, self._demand = UNLIMITED, ViewerDemand(self.steps, spec.fps, spec.adaptive)
         # The engine.
         self.engine = EngineStatus()
-        self.opened = self.closed = False  # closed: or about to be, nobody may join
+        self.closed = False  # or about to be, nobody may join
         self.place = "none"
         """Where its caches lie: `device`, `host` (memory) or `disk`; `none` while the engine has not opened it."""
         self.epoch = -1
@@ -145,6 +146,11 @@ class LiveSession:
     def demand(self, now_s: float) -> ViewerDemand:
         """What its viewers requested, with `plays` as of `now_s`."""
         return replace(self._demand, plays=self.plays(now_s))
+
+    @property
+    def opened(self) -> bool:
+        """Whether the engine has opened it."""
+        return self.place != "none"
 
     @property
     def watched(self) -> bool:
@@ -263,7 +269,7 @@ class LiveSession:
 
         Mutates: self.
         """
-        self.opened, self.engine, self.place = False, engine, "none"
+        self.engine, self.place = engine, "none"
         for name in self._answers:
             of_engine = name == OPENING or name.startswith("save ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
@@ -280,14 +286,15 @@ class LiveSession:
 
     def _unavailable(self, id: Id) -> ControlError:
         code = "engine_ended" if self.engine.state == "failed" else self.engine.code
-        return ControlError(code, self.engine.message(may_control=True), id=id)
+        why = self.engine.unavailable()
+        return ControlError(code, why.detail, id=id, headers=why.headers)
 
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
         self.closed = True
         self._settle(OPENING, EngineFailure("the session ended before it was opened"))
         for name in self._answers:
-            self._settle(name, StreamEnded("the session ended before this was answered"))
+            self._settle(name, StreamEnded(self.id))
         if self.input is not None:
             await self.input.close()
         await self.playback.close()
@@ -303,7 +310,7 @@ class LiveSession:
                 self.playback.push(event, now_s)
                 self._count_made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
-                self.opened, self.engine, self.place, self.epoch = True, EngineStatus(), "device", event.epoch
+                self.engine, self.place, self.epoch = EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
                 self.playback.progressed.set()
                 self._settle(OPENING, None)
@@ -324,7 +331,7 @@ class LiveSession:
             case messages.Swapped():
                 self.place = event.place
             case messages.Closed():
-                self.opened = False
+                self.place = "none"
 
     def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch
@@ -469,14 +476,12 @@ class LiveSession:
                 await self._set_paused(message.type == "pause")
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
-        """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
-        answered after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
+        """Like `control`, and wait for the engine's answer: a receipt `accepted`; `asked` when it has not answered
+        after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
 
         Raises:
-            TimeoutError: the engine took no command in that time.
-            ControlError: see `control`.
-            EngineFailure: the engine has ended.
-            StreamEnded: the session has.
+            Problem: 504, the engine took no command in that time; 503, it has ended; 422, code `refused`, it refused.
+            ControlError: see `control`. StreamEnded: the session has ended.
         """
         request, begun_s = "", clock.monotonic_s()
         with self._answer_to(owner) as answer:
@@ -484,11 +489,16 @@ class LiveSession:
                 async with asyncio.timeout(timeout_s):
                     request = await self.control(message, owner)
                     receipt: Receipt = await answer
-                    return receipt
-            except TimeoutError:
+            except TimeoutError as error:
                 if not request:
-                    raise
+                    text = f"The engine took no command for {timeout_s:g} s; this one may still be carried out."
+                    raise Problem(504, text, code="engine") from error
                 return Receipt(request, owner, message, begun_s, lag_s=timeout_s)
+            except EngineFailure as error:
+                raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
+        if receipt.stage == "refused":
+            raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
+        return receipt
 
     def check(self, messages: Sequence[ControlMessage]) -> None:
         """Check that `messages`, carried out in this order, would not be refused here; the engine may still refuse.
@@ -506,8 +516,8 @@ class LiveSession:
             self._check_value(message)
             before, demand = demand, demand_after(demand, message)
             more = demand.fps > before.fps or demand.steps > before.steps or demand.adaptive < before.adaptive
-            if more and (why := self._may_play(demand)):
-                raise ControlError("no_capacity", why, message.type, message.id)
+            if more and (no_time := self._no_time(demand)) is not None:
+                raise ControlError("no_capacity", no_time.detail, message.type, message.id, no_time.headers)
 
     def _check_value(self, message: ControlMessage) -> None:
         """Raises ControlError for what the model or the session cannot do."""

@@ -269,7 +269,7 @@ def test_a_job_during_which_servers_are_killed_is_given_up_and_an_orderly_end_co
     store = JobStore(tmp_path)
     job = store.add(REQUEST, "somebody")
     store.begin()
-    store.put_back_all()
+    store.put_back(attempt=False)
     for waiting in (1, 1, 0):
         store.begin()
         store.close()

@@ -32,9 +32,9 @@ async def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in()
             await site.until(lambda: manager.load.free_sessions() is not None)
             first = manager.load.free_sessions()
             assert await asked() == f"up {first}%\n" and first
-            manager.load.capacity.limit = 0.0
+            manager.load.limit = 0.0
             assert await asked() == "up 0%\n"
-            manager.load.capacity.limit = 1000.0
+            manager.load.limit = 1000.0
             assert await asked() == "up 100%\n", "a weight has a bound"
             manager.draining = True
             assert await asked() == "up 0%\n"

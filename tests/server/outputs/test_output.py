@@ -79,7 +79,7 @@ def _writers() -> list[psutil.Process]:
 
 
 def _statuses(site: Site) -> list[outputs.OutputStatus]:
-    return [output.status for output in site.state.outputs]
+    return [output.status for output in site.state.outputs.configured]
 
 
 async def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ async def _key_frames(site: Site) -> float:
 
 
 def _sent(site: Site) -> output.OutputStatus:
-    return site.state.outputs[0].status
+    return site.state.outputs.configured[0].status
 
 
 @pytest.fixture

@@ -49,13 +49,13 @@ async def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatc
         posting = asyncio.create_task(site.post(peer, session=live.id, token=opened["view_token"]))
         await negotiating.wait()
 
-        async def on_end(ended: LiveSession, reason: str) -> None:
+        async def on_end(ended: LiveSession) -> None:
             if joins.startswith("after"):
-                await end_viewers(ended, reason)
+                await end_viewers(ended)
             ending.set()
             await posting
             if joins.startswith("before"):
-                await end_viewers(ended, reason)
+                await end_viewers(ended)
 
         site.state.manager.on_end = on_end
         assert (await site.http.delete(f"/api/sessions/{live.id}", headers=headers)).status_code == 200
@@ -183,7 +183,8 @@ async def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_sl
     slots, pc = SlotPool(1, 1.0, "viewers", "serve.max_viewers"), RTCPeerConnection()
     connections = Connections(slots, IceServers([]))
     await pc.close()
-    slots.take("::1")
-    connections._register(Peer(SimpleNamespace(id="s"), pc, "::1", None))  # type: ignore[arg-type]
+    session = SimpleNamespace(id="s", closed=False)
+    async with connections._admitted(Peer(session, pc, "::1", None)):  # type: ignore[arg-type]
+        assert slots.count == 1
     await asyncio.gather(*connections._closing)
     assert slots.count == 0

@@ -35,9 +35,6 @@ def complete(described: dict[str, Any]) -> None:
             facts = table["operations"][f"{method.upper()} {path}"]
             need = facts.get("token")
             operation["summary"] = facts["summary"]
-            for parameter in operation.get("parameters", ()):
-                extra = table["parameters"].get(parameter["name"], {})
-                parameter.update(extra, schema=parameter["schema"] | extra.get("schema", {}))
             # Where the empty one is added to the token, either will do.
             operation["security"] = [{"token": [need]}, *([{}] if "optional" in facts else [])] if need else []
             statuses = {*_OF_TOKEN[need], *facts.get("problems", ())}

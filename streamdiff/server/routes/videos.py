@@ -316,7 +316,12 @@ Changeable = Annotated[JobRunner, Depends(_changeable_jobs)]
 """The jobs, for a request that may ask for videos and delete them."""
 
 
-_Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255, pattern="^[ -~]*$")]
+_Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key", min_length=1, max_length=255, pattern="^[ -~]*$", description="of a retry the same"
+    ),
+]
 
 
 def _unknown(id: str) -> Problem:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import Field
 
 from streamdiff.config import IceServer
 from streamdiff.server.app_state import AppState, count_refusals
@@ -20,7 +21,7 @@ from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes.bodies import media_type, read_bytes
-from streamdiff.server.routes.dependencies import Controlled, State
+from streamdiff.server.routes.dependencies import Controlled, SessionId, State
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.webrtc.sdp import MAX_SDP_BYTES
 
@@ -31,7 +32,22 @@ _OFFER, _FRAGMENT = ("An offer", SDP_TYPE, "Accept-Post"), ("A fragment", TRICKL
 """Kinds of bodies, for `_read_sdp`."""
 _VIEWER, _SENDER = "/whep/{session}/{id}", "/whip/{session}/{id}"
 
-_Strength = Annotated[float | None, Query(gt=0, le=1)]
+_ViewerId = Annotated[str, Field(description="the viewer")]
+_SenderId = Annotated[str, Field(description="the sender")]
+_Codec = Annotated[str | None, Query(description="only this one", json_schema_extra={"enum": ["h264", "vp8"]})]
+_ClientId = Annotated[
+    str | None,
+    Query(
+        alias="client",
+        description="the same whenever one program comes back: its dead connection makes room where all is taken",
+        json_schema_extra={"pattern": f"^{CLIENT_ID.pattern}$"},
+    ),
+]
+_Strength = Annotated[float | None, Query(gt=0, le=1, description="how much noise is mixed in, as `strength` says")]
+_OnEnd = Annotated[
+    Literal["text", "end"],
+    Query(description="when the video ends: the session continues from its prompt alone, or ends too"),
+]
 
 watching = APIRouter(tags=["watching"])
 feeding = APIRouter(tags=["feeding"])
@@ -42,7 +58,7 @@ feeding = APIRouter(tags=["feeding"])
 
 @watching.options("/whep")
 @watching.options("/whep/{session}")
-async def options(request: Request, state: State, session: str = DEFAULT_SESSION) -> Response:
+async def options(request: Request, state: State, session: SessionId = DEFAULT_SESSION) -> Response:
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
     role = state.role(request, state.manager.get(session))
@@ -55,7 +71,7 @@ async def options(request: Request, state: State, session: str = DEFAULT_SESSION
 
 @watching.get("/whep")
 @watching.get("/whep/{session}")
-async def describe(session: str = DEFAULT_SESSION) -> Response:
+async def describe(session: SessionId = DEFAULT_SESSION) -> Response:
     return Response(headers={"Content-Type": SDP_TYPE, "Accept-Post": SDP_TYPE})
 
 
@@ -64,40 +80,40 @@ async def describe(session: str = DEFAULT_SESSION) -> Response:
 async def watch(
     request: Request,
     state: State,
-    session: str = DEFAULT_SESSION,
-    codec: str | None = None,
-    client: str | None = None,
+    session: SessionId = DEFAULT_SESSION,
+    codec: _Codec = None,
+    client_id: _ClientId = None,
 ) -> Response:
     with count_refusals(state.metrics.viewers_refused):
         offer = await _read_sdp(request, *_OFFER)
         live = state.running_session(request)
-        if client is not None and not CLIENT_ID.fullmatch(client):
-            why = f"`client` is {client[:40]!r}; it is 8 to 64 letters, digits, - or _."
+        if client_id is not None and not CLIENT_ID.fullmatch(client_id):
+            why = f"`client` is {client_id[:40]!r}; it is 8 to 64 letters, digits, - or _."
             raise Problem(422, f"{why} Leave it out, or draw it once.", code="client", field="client")
         if why := state.manager.refuse_viewer(live):
             raise Unavailable("memory", why, state.manager.retry_after_s())
         may_control = state.may_control(request, live)
-        id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client)
+        id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client_id)
     return _answered(state, f"/whep/{quote(live.id, safe='')}/{id}", answer)
 
 
 @watching.options(_VIEWER)
 @watching.get(_VIEWER)
-async def describe_viewer(request: Request, state: State, session: str, id: str) -> Response:
+async def describe_viewer(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
     state.viewers.find(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
 
 
 @watching.patch(_VIEWER)
-async def add_candidates(request: Request, state: State, session: str, id: str) -> Response:
+async def add_candidates(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
     fragment = await _read_sdp(request, *_FRAGMENT)
     await state.viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
 
 @watching.delete(_VIEWER)
-async def stop_watching(request: Request, state: State, session: str, id: str) -> Response:
+async def stop_watching(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
     await state.viewers.delete(session, id, address_of(request))
     return Response()
 
@@ -108,11 +124,7 @@ async def stop_watching(request: Request, state: State, session: str, id: str) -
 @feeding.post("/whip")
 @feeding.post("/whip/{session}")
 async def feed(
-    request: Request,
-    state: State,
-    live: Controlled,
-    strength: _Strength = None,
-    on_end: Literal["text", "end"] = "text",
+    request: Request, state: State, live: Controlled, strength: _Strength = None, on_end: _OnEnd = "text"
 ) -> Response:
     offer = await _read_sdp(request, *_OFFER)
     id, answer = await state.feeders.create(live, offer, address_of(request), strength, on_end == "end")
@@ -126,13 +138,13 @@ async def describe_feeding() -> Response:
 
 
 @feeding.patch(_SENDER)
-async def add_sender_candidates(request: Request, state: State, live: Controlled, id: str) -> Response:
+async def add_sender_candidates(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
     await state.feeders.trickle(live.id, id, await _read_sdp(request, *_FRAGMENT), address_of(request))
     return Response(status_code=204)
 
 
 @feeding.delete(_SENDER)
-async def stop_feeding(request: Request, state: State, live: Controlled, id: str) -> Response:
+async def stop_feeding(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
     await state.feeders.delete(live.id, id, address_of(request))
     return Response()
 

@@ -25,9 +25,10 @@ from streamdiff.server.auth import read_tokens
 from streamdiff.server.media.encoder import Format, choose
 from streamdiff.server.middleware import GuardMiddleware, not_ready
 from streamdiff.server.outputs.output import parse_targets, read_targets
-from streamdiff.server.problem import Problem, respond, route_path
+from streamdiff.server.problem import OPENAI, PROBLEM_TYPE, Problem, respond, route_path
 from streamdiff.server.routes import control, sessions, videos, webrtc
-from streamdiff.server.routes.description import complete
+from streamdiff.server.routes.bodies import JSON
+from streamdiff.server.routes.dependencies import ANSWERS
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
 from streamdiff.version import __version__
@@ -41,9 +42,17 @@ CORS_ANSWER_HEADERS = (
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            complete(super().openapi())
-        return super().openapi()
+        """The API's description, without the 422 that FastAPI adds where an operation has parameters: all are text."""
+        described = super().openapi()
+        described["components"]["schemas"].update(ANSWERS)
+        for path, operations in described["paths"].items():
+            for responses in (operation["responses"] for operation in operations.values()):
+                if responses.get("422", {}).get("description") == "Validation Error":
+                    del responses["422"]
+                for response in responses.values():
+                    if path.startswith(OPENAI) and PROBLEM_TYPE in response.get("content", {}):
+                        response["content"] = {JSON: {"schema": ANSWERS["OpenAIProblem"]}}
+        return described
 
 
 def create_app(config: Config) -> FastAPI:

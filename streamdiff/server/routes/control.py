@@ -25,9 +25,9 @@ from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Unavailable, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
-from streamdiff.server.routes.dependencies import Controlled, State, Watched
+from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, gives, operation
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, parse
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, message_schema, parse
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.tasks import end_tasks, wait_at_most
@@ -41,6 +41,8 @@ QUIET_S = 15.0
 SEND_LIMIT_S = 10.0
 """How long one message may take to leave."""
 End = Literal["gone", "slow", "session_ended"]
+_LATER = answer("The engine has it and carries it out later (receipt `asked`)", status=202)
+_READINESS = operation("steer", 503, optional=True, answers=gives("Readiness"))
 _numbers = itertools.count(1)
 router, probes = APIRouter(tags=["control"]), APIRouter(tags=["health"])
 
@@ -77,7 +79,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
         session.leave(name)
 
 
-@router.get("/api/state")
+@router.get("/api/state", summary="Everything that a page needs to draw itself", **operation("watch", 404, 410))
 async def show_state(request: Request, state: State, live: Watched) -> Response:
     manager, may_control = state.manager, state.may_control(request, live)
     engine = manager.engine
@@ -97,7 +99,10 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
     )
 
 
-@router.post("/api/control")
+@router.post(
+    "/api/control", summary="Say one control message",
+    **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, message_schema()), answers=_LATER),
+)  # fmt: skip
 async def control(request: Request, live: Controlled) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
@@ -108,7 +113,10 @@ async def control(request: Request, live: Controlled) -> Response:
     return JSONResponse(receipt.message(), status_of([receipt]))
 
 
-@router.get("/frame.jpg")
+@router.get(
+    "/frame.jpg", summary="The frame on show", response_class=Response,
+    **operation("watch", 404, 410, 503, answers=answer("A JPEG file", "image/jpeg", BINARY)),
+)  # fmt: skip
 async def frame(live: Watched) -> Response:
     jpeg = await live.playback.jpeg()
     if jpeg is None:
@@ -210,13 +218,13 @@ class WebSocketConnection(ControlConnection):
 # ---- liveness, readiness, metrics ----------------------------------------------------------------------------------
 
 
-@probes.get("/healthz")
+@probes.get("/healthz", summary="Whether the web process lives", **operation(None, answers=gives("Health")))
 async def healthz() -> dict[str, bool]:
     return {"alive": True}
 
 
-@probes.get("/health")
-@probes.get("/readyz")
+@probes.get("/health", summary="The same as /readyz, as vLLM calls it", **_READINESS)
+@probes.get("/readyz", summary="Whether viewers can be sent here", **_READINESS)
 async def readyz(request: Request, state: State) -> Response:
     """Answered without a token too, as probes have none. With a token that may watch it says what is wrong, with one
     that may steer in the engine's own words."""
@@ -231,7 +239,10 @@ async def readyz(request: Request, state: State) -> Response:
     raise problem
 
 
-@probes.get("/metrics")
+@probes.get(
+    "/metrics", summary="Figures for Prometheus", response_class=Response,
+    **operation("watch", answers=answer("Prometheus' text format", "text/plain")),
+)  # fmt: skip
 async def metrics(request: Request, state: State) -> Response:
     state.require(request, Role.VIEWER)
     state.update_metrics()

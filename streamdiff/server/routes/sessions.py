@@ -22,10 +22,19 @@ from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, Unavailable
-from streamdiff.server.routes import bodies, schemas
-from streamdiff.server.routes.bodies import FORM, SNAPSHOT
+from streamdiff.server.routes import bodies, dependencies, schemas
+from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
 from streamdiff.server.routes.control import carry_out, status_of
-from streamdiff.server.routes.dependencies import Controlled, State, Watched
+from streamdiff.server.routes.dependencies import (
+    ANSWERS,
+    Controlled,
+    State,
+    Watched,
+    answer,
+    gives,
+    operation,
+    problems,
+)
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
 from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
@@ -40,26 +49,42 @@ SEND_LIMIT_S = 10.0
 _PIECE = 1 << 18
 _FIXED = ("seed", "kv_context", "image")
 """What a snapshot contains and a resumed session cannot set."""
+_RECEIPTS = gives("Receipts") | gives(
+    "Receipts", 202, "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then"
+)
+_HOLDS = operation("steer", 503, 504, answers=_RECEIPTS)
 _OF_READY = ("chunk_frames", "native_fps", "text_shape", "chunk_shape", "first_chunks")
 """Fields of `Ready` that the capacity has under the same name."""
-_OF_STATE_ALONE = ("type", "session", "engine", "engine_reason", "switches", "scale", "bitrate", "codecs")
-"""Fields of a session's state that its entry in the API has not."""
 _SENT = "a file"
 """Stands for a picture that came as a file of a form, which is never text."""
 WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
 
 
-router = APIRouter(prefix="/api/sessions", tags=["sessions"])
+_SNAPSHOT = "a file of GET /api/sessions/{id}/snapshot, to go on from; without seed, kv_context, image"
+_PICTURE = "the picture itself"
+
+_NEW = dependencies.json_or_form(
+    schemas.NewSession.model_json_schema(),
+    {"image": _PICTURE, SNAPSHOT: _SNAPSHOT} | dependencies.FEATURES,
+    required=False,
+)
+_CHANGE = dependencies.json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
+_OUTPUT = dependencies.body_of(JSON, schemas.NewOutput.model_json_schema())
+_FILE = answer("A safetensors file; Content-Length: its size", OCTETS, dependencies.BINARY)
+router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=problems(401, 403, 404, 410, 422, 429))
 
 
-@router.get("")
+@router.get("", summary="All that the caller may watch", **operation("watch", answers=gives("SessionList")))
 async def list_sessions(request: Request, state: State) -> Response:
     state.require(request, Role.VIEWER)
     sessions = [_info_of(request, session) for session in state.watchable(request)]
     return JSONResponse({"server": state.config.serve.name, "sessions": sessions, "capacity": _capacity(state)})
 
 
-@router.post("")
+@router.post(
+    "", status_code=201, summary="Open a session",
+    **operation("steer", 503, body=_NEW, answers=gives("OpenedSession", 201)),
+)  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
@@ -88,19 +113,22 @@ async def _open(request: Request, state: AppState) -> LiveSession:
         raise Problem(422, str(error), code="refused", field=error.field) from error
 
 
-@router.get("/{session}")
+@router.get("/{session}", summary="One session", **operation("watch", answers=gives("SessionInfo")))
 async def show_session(request: Request, live: Watched) -> Response:
     return JSONResponse(_info_of(request, live))
 
 
-@router.patch("/{session}")
+@router.patch(
+    "/{session}", summary="Change it while it plays",
+    **operation("steer", 409, 503, 504, body=_CHANGE, answers=_RECEIPTS),
+)  # fmt: skip
 async def change_session(request: Request, state: State, live: Controlled) -> Response:
     change, picture, _ = await _read(request, schemas.SessionChange, state, {"image": 0})
     messages = schemas.messages_of(change, state.manager.ready, picture)
     return await _carry_out_all(request, live, messages)
 
 
-@router.delete("/{session}")
+@router.delete("/{session}", summary="End it", **operation("steer", answers=gives("EndedSession")))
 async def end_session(request: Request, state: State, session: str) -> Response:
     state.limit(request)
     if state.manager.end_reason(session) is None:
@@ -109,7 +137,9 @@ async def end_session(request: Request, state: State, session: str) -> Response:
     return JSONResponse({"id": session, "ended": state.manager.end_reason(session) or "deleted"})
 
 
-@router.delete("/{session}/input")
+@router.delete(
+    "/{session}/input", status_code=204, summary="End its video input", **operation("steer")
+)  # fmt: skip
 async def end_input(live: Controlled) -> Response:
     if live.input is None:
         raise Problem(404, "No video feeds the session.", code="no_input")
@@ -117,9 +147,9 @@ async def end_input(live: Controlled) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/{session}/pause")
-@router.post("/{session}/resume")
-@router.post("/{session}/reset")
+@router.post("/{session}/pause", summary="Hold it", **_HOLDS)
+@router.post("/{session}/resume", summary="Let it go on", **_HOLDS)
+@router.post("/{session}/reset", summary="Restart the stream", **_HOLDS)
 async def hold_session(request: Request, live: Controlled) -> Response:
     kind = request.url.path.rpartition("/")[2]
     return await _carry_out_all(request, live, [messages.MESSAGES[kind].model_validate({"type": kind})])
@@ -187,7 +217,7 @@ def _info_of(request: Request, session: LiveSession) -> dict[str, Any]:
     ends_s = session.lifetime.ends_s
     facts = session.state(may_control=False)  # without the engine's reason
     return {
-        **{name: value for name, value in facts.items() if name not in _OF_STATE_ALONE},
+        **{name: facts[name] for name in ANSWERS["SessionInfo"]["properties"] if name in facts},
         "id": session.id,
         "watched": session.watched,
         "age_s": round(now_s - session.lifetime.opened_s, 1),
@@ -230,13 +260,18 @@ async def _carry_out_all(request: Request, session: LiveSession, messages: list[
 # ---- outputs ------------------------------------------------------------------------------------------------------
 
 
-@router.get("/{session}/outputs")
+@router.get(
+    "/{session}/outputs", summary="Where it is sent", **operation("steer", 503, answers=gives("OutputList"))
+)  # fmt: skip
 async def list_outputs(state: State, live: Controlled) -> Response:
     found = state.outputs.of(live)
     return JSONResponse({"outputs": [{"id": id, **asdict(status)} for id, status in found.items()]})
 
 
-@router.post("/{session}/outputs")
+@router.post(
+    "/{session}/outputs", status_code=201, summary="Record it, or send it on",
+    **operation("steer", 503, body=_OUTPUT, answers=gives("OutputInfo", 201)),
+)  # fmt: skip
 async def add_output(request: Request, state: State, live: Controlled) -> Response:
     wanted = schemas.read(schemas.NewOutput, await bodies.read_json(request, MAX_BODY_BYTES))
     try:
@@ -247,7 +282,7 @@ async def add_output(request: Request, state: State, live: Controlled) -> Respon
     return JSONResponse(made, 201, {"Location": f"/api/sessions/{live.id}/outputs/{id}"})
 
 
-@router.delete("/{session}/outputs/{id}")
+@router.delete("/{session}/outputs/{id}", status_code=204, summary="Send it there no more", **operation("steer", 503))
 async def remove_output(state: State, live: Controlled, id: str) -> Response:
     if not await state.outputs.remove(live, id):
         raise Problem(404, "There is no such output.", code="unknown")
@@ -257,7 +292,10 @@ async def remove_output(state: State, live: Controlled, id: str) -> Response:
 # ---- snapshots ----------------------------------------------------------------------------------------------------
 
 
-@router.get("/{session}/snapshot")
+@router.get(
+    "/{session}/snapshot", response_class=Response, summary="The session as one file",
+    **operation("steer", 409, 503, 504, answers=_FILE),
+)  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state)
     async with contextlib.AsyncExitStack() as held:

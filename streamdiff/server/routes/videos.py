@@ -25,8 +25,17 @@ from streamdiff.server.jobs.store import Job, VideoRequest
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes import bodies
-from streamdiff.server.routes.bodies import FORM, URLENCODED
-from streamdiff.server.routes.dependencies import State
+from streamdiff.server.routes.bodies import FORM, JSON, URLENCODED
+from streamdiff.server.routes.dependencies import (
+    BINARY,
+    FEATURES,
+    State,
+    answer,
+    gives,
+    json_or_form,
+    operation,
+    problems,
+)
 from streamdiff.server.routes.schemas import Size, is_size_of, read
 from streamdiff.server.sessions.control import Fps, Prompt, Steps, Strength, steps_refusal
 from streamdiff.video.picture import Fit
@@ -289,7 +298,15 @@ def video_of(job: Job, progress: int) -> dict[str, Any]:
 
 # ---- routes -------------------------------------------------------------------------------------------------------
 
-router = APIRouter(prefix="/v1", tags=["videos"])
+_CONTENT = (
+    answer("The video; Range is heeded", MP4, BINARY)
+    | answer("A part of it", MP4, BINARY, 206)
+    | answer("No such part of it", "text/plain", status=416)
+)
+_FIELDS = NewVideo.model_json_schema()
+_NEW_VIDEO = json_or_form(_FIELDS, FEATURES)
+_NEW_VIDEO["content"][JSON] = {"schema": _FIELDS | {"required": ["prompt"]}}
+router = APIRouter(prefix="/v1", tags=["videos"], responses=problems(401, 403, 404))
 
 
 def _runner(state: AppState) -> JobRunner:
@@ -338,7 +355,10 @@ Found = Annotated[Job, Depends(_visible_job)]
 """The job that the path names, for a request that may look at it."""
 
 
-@router.post("/videos")
+@router.post(
+    "/videos", summary="Have a video made",
+    **operation("steer", 409, 507, body=_NEW_VIDEO, answers=gives("Video")),
+)  # fmt: skip
 async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Response:
     ready = state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
@@ -352,7 +372,7 @@ async def create_video(request: Request, state: State, jobs: Changeable, key: _K
     return JSONResponse(video_of(job, jobs.progress(job)))
 
 
-@router.get("/videos")
+@router.get("/videos", summary="Videos asked for, and kept", **operation("watch", 400, answers=gives("VideoList")))
 async def list_videos(
     state: State,
     jobs: Visible,
@@ -381,13 +401,16 @@ def _unknown_start(after: str, name: str | None) -> Problem:
     return Problem(400, why, code=code, field="after")
 
 
-@router.get("/videos/{id}")
+@router.get("/videos/{id}", summary="How far one is", **operation("watch", answers=gives("Video")))
 async def show_video(jobs: Visible, job: Found) -> Response:
     headers = {"openai-poll-after-ms": str(round(POLL_S * 1000))}
     return JSONResponse(video_of(job, jobs.progress(job)), headers=headers)
 
 
-@router.get("/videos/{id}/content")
+@router.get(
+    "/videos/{id}/content", summary="The video itself", response_class=FileResponse,
+    **operation("watch", 400, 422, answers=_CONTENT),
+)  # fmt: skip
 async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "video") -> Response:
     if job.status == "failed":
         raise Problem(422, f"The video could not be made: {job.error}.", code="failed")
@@ -399,20 +422,23 @@ async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "
     return FileResponse(found, media_type=MP4, filename=found.name)
 
 
-@router.delete("/videos/{id}")
+@router.delete(
+    "/videos/{id}", summary="Forget one; if it is being made, that ends",
+    **operation("steer", 507, answers=gives("DeletedVideo")),
+)  # fmt: skip
 async def delete_video(jobs: Changeable, id: str) -> Response:
     if not await jobs.delete(id):
         raise _unknown(id)
     return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
 
-@router.get("/models")
+@router.get("/models", summary="The model that is loaded", **operation("watch", answers=gives("ModelList")))
 async def list_models(request: Request, state: State) -> Response:
     state.require_for_jobs(request, Role.VIEWER)
     return JSONResponse({"object": "list", "data": [_model(state.manager.ready.model, state)]})
 
 
-@router.get("/models/{id:path}")
+@router.get("/models/{id:path}", summary="The same, by its name", **operation("watch", answers=gives("ModelEntry")))
 async def show_model(request: Request, state: State, id: str) -> Response:
     state.require_for_jobs(request, Role.VIEWER)
     check_model(id, state.manager.ready, state.config.model.name)

@@ -21,7 +21,7 @@ from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes.bodies import media_type, read_bytes
-from streamdiff.server.routes.dependencies import Controlled, SessionId, State
+from streamdiff.server.routes.dependencies import Controlled, SessionId, State, answer, body_of, operation
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.webrtc.sdp import MAX_SDP_BYTES
 
@@ -48,16 +48,16 @@ _OnEnd = Annotated[
     Literal["text", "end"],
     Query(description="when the video ends: the session continues from its prompt alone, or ends too"),
 ]
+_ACCEPTS = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
+_ANSWERED = answer("The answer; Location: the viewer or sender, to PATCH and DELETE", SDP_TYPE, status=201)
 
-watching = APIRouter(tags=["watching"])
-feeding = APIRouter(tags=["feeding"])
+watching = APIRouter(tags=["watching"], default_response_class=Response)
+feeding = APIRouter(tags=["feeding"], default_response_class=Response)
 
 
 # ---- watching -----------------------------------------------------------------------------------------------------
 
 
-@watching.options("/whep")
-@watching.options("/whep/{session}")
 async def options(request: Request, state: State, session: SessionId = DEFAULT_SESSION) -> Response:
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
@@ -69,14 +69,10 @@ async def options(request: Request, state: State, session: SessionId = DEFAULT_S
     return response
 
 
-@watching.get("/whep")
-@watching.get("/whep/{session}")
 async def describe(session: SessionId = DEFAULT_SESSION) -> Response:
     return Response(headers={"Content-Type": SDP_TYPE, "Accept-Post": SDP_TYPE})
 
 
-@watching.post("/whep")
-@watching.post("/whep/{session}")
 async def watch(
     request: Request,
     state: State,
@@ -97,22 +93,28 @@ async def watch(
     return _answered(state, f"/whep/{quote(live.id, safe='')}/{id}", answer)
 
 
-@watching.options(_VIEWER)
-@watching.get(_VIEWER)
+@watching.options(_VIEWER, summary="What is taken here", **operation(None, 404, 429, answers=_ACCEPTS))
+@watching.get(_VIEWER, summary="What is taken here", **operation(None, 404, 429, answers=_ACCEPTS))
 async def describe_viewer(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
     state.viewers.find(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
 
 
-@watching.patch(_VIEWER)
+@watching.patch(
+    _VIEWER, status_code=204, summary="Add candidates (trickle ICE)",
+    **operation(None, 404, 429, body=body_of(TRICKLE_TYPE)),
+)  # fmt: skip
 async def add_candidates(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
     fragment = await _read_sdp(request, *_FRAGMENT)
     await state.viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
 
-@watching.delete(_VIEWER)
+@watching.delete(
+    _VIEWER, summary="Stop watching",
+    **operation(None, 404, 429, answers=answer("It watches no more")),
+)  # fmt: skip
 async def stop_watching(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
     await state.viewers.delete(session, id, address_of(request))
     return Response()
@@ -121,8 +123,6 @@ async def stop_watching(request: Request, state: State, session: SessionId, id: 
 # ---- feeding ------------------------------------------------------------------------------------------------------
 
 
-@feeding.post("/whip")
-@feeding.post("/whip/{session}")
 async def feed(
     request: Request, state: State, live: Controlled, strength: _Strength = None, on_end: _OnEnd = "text"
 ) -> Response:
@@ -131,22 +131,50 @@ async def feed(
     return _answered(state, f"/whip/{quote(live.id, safe='')}/{id}", answer)
 
 
-@feeding.options("/whip")
-@feeding.options("/whip/{session}")
 async def describe_feeding() -> Response:
     return Response(headers={"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, POST"})
 
 
-@feeding.patch(_SENDER)
+@feeding.patch(
+    _SENDER, status_code=204, summary="Add candidates (trickle ICE)",
+    **operation("steer", 404, 410, 503, body=body_of(TRICKLE_TYPE)),
+)  # fmt: skip
 async def add_sender_candidates(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
     await state.feeders.trickle(live.id, id, await _read_sdp(request, *_FRAGMENT), address_of(request))
     return Response(status_code=204)
 
 
-@feeding.delete(_SENDER)
+@feeding.delete(
+    _SENDER, summary="Stop sending",
+    **operation("steer", 404, 410, 503, answers=answer("It sends no more")),
+)  # fmt: skip
 async def stop_feeding(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
     await state.feeders.delete(live.id, id, address_of(request))
     return Response()
+
+
+for endpoint in ("/whep", "/whep/{session}"):
+    watching.add_api_route(
+        endpoint, options, methods=["OPTIONS"], summary="What is taken here, and STUN and TURN servers",
+        **operation("watch", optional=True, answers=_ACCEPTS),
+    )  # fmt: skip
+    watching.add_api_route(
+        endpoint, describe, methods=["GET"], summary="What is taken here",
+        **operation(None, answers=answer("Accept-Post says what is taken", SDP_TYPE)),
+    )  # fmt: skip
+    watching.add_api_route(
+        endpoint, watch, methods=["POST"], status_code=201, summary="Watch: an offer for an answer",
+        **operation("watch", 404, 410, 429, 503, body=body_of(SDP_TYPE), answers=_ANSWERED),
+    )  # fmt: skip
+for endpoint in ("/whip", "/whip/{session}"):
+    feeding.add_api_route(
+        endpoint, feed, methods=["POST"], status_code=201, summary="Send video: an offer for an answer",
+        **operation("steer", 404, 406, 409, 410, 503, 504, body=body_of(SDP_TYPE), answers=_ANSWERED),
+    )  # fmt: skip
+    feeding.add_api_route(
+        endpoint, describe_feeding, methods=["OPTIONS"], summary="What is taken here",
+        **operation(None, answers=_ACCEPTS),
+    )  # fmt: skip
 
 
 def with_links(response: Response, servers: list[IceServer]) -> Response:

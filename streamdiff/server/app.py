@@ -25,10 +25,8 @@ from streamdiff.server.auth import read_tokens
 from streamdiff.server.media.encoder import Format, choose
 from streamdiff.server.middleware import GuardMiddleware, not_ready
 from streamdiff.server.outputs.output import parse_targets, read_targets
-from streamdiff.server.problem import OPENAI, PROBLEM_TYPE, Problem, respond, route_path
+from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
 from streamdiff.server.routes import control, sessions, videos, webrtc
-from streamdiff.server.routes.bodies import JSON
-from streamdiff.server.routes.dependencies import ANSWERS
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
 from streamdiff.version import __version__
@@ -44,14 +42,13 @@ class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The API's description, without the 422 that FastAPI adds where an operation has parameters: all are text."""
         described = super().openapi()
-        described["components"]["schemas"].update(ANSWERS)
         for path, operations in described["paths"].items():
             for responses in (operation["responses"] for operation in operations.values()):
                 if responses.get("422", {}).get("description") == "Validation Error":
                     del responses["422"]
                 for response in responses.values():
                     if path.startswith(OPENAI) and PROBLEM_TYPE in response.get("content", {}):
-                        response["content"] = {JSON: {"schema": ANSWERS["OpenAIProblem"]}}
+                        response["content"] = OPENAI_DOCUMENT
         return described
 
 

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from starlette.types import Scope
 
 MAX_TEXT = 4000
@@ -14,6 +15,40 @@ PROBLEM_TYPE = "application/problem+json"
 OPENAI = "/v1/"
 """Addresses below it answer in the words of OpenAI's API."""
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ProblemDocument(BaseModel):
+    """An error."""
+
+    type: str
+    title: str
+    status: int
+    detail: str = Field(description="for people")
+    code: str = Field("", description="for programs")
+    field: str = Field("", description="the field at fault, or empty")
+
+
+class OpenAIError(BaseModel):
+    """An error, as OpenAI's clients read it."""
+
+    message: str = Field(description="for people")
+    type: str
+    param: str | None = Field(description="the field at fault")
+    code: str = Field(description="for programs")
+
+
+DOCUMENT: dict[str, Any] = {"content": {PROBLEM_TYPE: {"schema": ProblemDocument.model_json_schema()}}}
+"""A problem in the API's description."""
+_OPENAI_PROPERTIES = {
+    "error": OpenAIError.model_json_schema(),
+    "detail": {"type": "string", "description": "the message once more"},
+}
+OPENAI_DOCUMENT: dict[str, Any] = {
+    "application/json": {
+        "schema": {"type": "object", "properties": _OPENAI_PROPERTIES, "required": ["error", "detail"]}
+    }
+}
+"""The content of one below /v1."""
 
 
 class Problem(Exception):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.config import ServeConfig
@@ -25,7 +26,8 @@ from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Unavailable, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
-from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, gives, operation
+from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
+from streamdiff.server.routes.schemas import Answer
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, message_schema, parse
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
@@ -42,7 +44,6 @@ SEND_LIMIT_S = 10.0
 """How long one message may take to leave."""
 End = Literal["gone", "slow", "session_ended"]
 _LATER = answer("The engine has it and carries it out later (receipt `asked`)", status=202)
-_READINESS = operation("steer", 503, optional=True, answers=gives("Readiness"))
 _numbers = itertools.count(1)
 router, probes = APIRouter(tags=["control"]), APIRouter(tags=["health"])
 
@@ -218,22 +219,38 @@ class WebSocketConnection(ControlConnection):
 # ---- liveness, readiness, metrics ----------------------------------------------------------------------------------
 
 
-@probes.get("/healthz", summary="Whether the web process lives", **operation(None, answers=gives("Health")))
-async def healthz() -> dict[str, bool]:
-    return {"alive": True}
+class Health(Answer):
+    """The web process lives."""
+
+    alive: Literal[True] = True
 
 
-@probes.get("/health", summary="The same as /readyz, as vLLM calls it", **_READINESS)
-@probes.get("/readyz", summary="Whether viewers can be sent here", **_READINESS)
-async def readyz(request: Request, state: State) -> Response:
+class Readiness(Answer):
+    """The engine makes video."""
+
+    ready: Literal[True] = True
+    waiting: list[str] = Field([])
+    """sessions that are opened when there is memory, of those whose token is shown; they were open before a restart
+    of the engine or the server"""
+
+
+@probes.get("/healthz", summary="Whether the web process lives", **operation(None))
+async def healthz() -> Health:
+    return Health()
+
+
+@probes.get(
+    "/health", summary="The same as /readyz, as vLLM calls it", **operation("steer", 503, optional=True)
+)  # fmt: skip
+@probes.get("/readyz", summary="Whether viewers can be sent here", **operation("steer", 503, optional=True))
+async def readyz(request: Request, state: State) -> Readiness:
     """Answered without a token too, as probes have none. With a token that may watch it says what is wrong, with one
     that may steer in the engine's own words."""
     role = state.role(request)
     known = {session.id for session in state.watchable(request)}
     problem = _unready(state, role is Role.CONTROLLER, known)
     if problem is None:
-        waiting = [session.id for session in state.manager.waiting if session.id in known]
-        return JSONResponse({"ready": True, "waiting": waiting})
+        return Readiness(waiting=[session.id for session in state.manager.waiting if session.id in known])
     if role is Role.NOBODY:
         raise Problem(problem.status, "The server is not ready.", problem.headers)
     raise problem

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import resources
 from typing import Annotated, Any, Literal
 
-import yaml
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPBearer
 from pydantic import Field
 
 from streamdiff.server.app_state import AppState, state_of
-from streamdiff.server.problem import PROBLEM_TYPE
+from streamdiff.server.problem import DOCUMENT
 from streamdiff.server.routes.bodies import FORM, JSON
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
@@ -69,17 +67,9 @@ PROBLEMS = {
 }
 
 
-_TABLE = yaml.safe_load((resources.files("streamdiff.server") / "answers.yaml").read_text(encoding="utf-8"))
-ANSWERS: dict[str, dict[str, Any]] = {
-    name: {"type": "object", "required": list(schema["properties"]), **schema} for name, schema in _TABLE.items()
-}
-"""Schemas of what is answered, by name."""
-_PROBLEM = {"content": {PROBLEM_TYPE: {"schema": ANSWERS["Problem"]}}}
-
-
 def problems(*statuses: int) -> Responses:
     """Problems that an operation may answer, for its `responses`."""
-    return {status: {"description": PROBLEMS[status], **_PROBLEM} for status in statuses}
+    return {status: {"description": PROBLEMS[status], **DOCUMENT} for status in statuses}
 
 
 def operation(
@@ -134,8 +124,3 @@ def answer(says: str, media_type: str = "", schema: dict[str, Any] | None = None
     """An answer that is no JSON, or has no body, for `operation`."""
     content = {"content": {media_type: {"schema": schema or {"type": "string"}}}} if media_type else {}
     return {status: {"description": says, **content}}
-
-
-def gives(name: str, status: int = 200, says: str = "") -> Responses:
-    """An answer in JSON, of the schema `name` in ANSWERS, for `operation`."""
-    return answer(says or ANSWERS[name]["description"], JSON, {"$ref": f"#/components/schemas/{name}"}, status)

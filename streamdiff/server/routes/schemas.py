@@ -1,8 +1,8 @@
-"""Pydantic models of the bodies under `/api/sessions`, and what they ask for."""
+"""Pydantic models of the requests and responses under `/api/sessions`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -102,6 +102,124 @@ def _check_fit(body: NewSession | SessionChange) -> None:
         raise PydanticCustomError("fit", "`fit` says how an `image` is fitted; give both")
 
 
+class Answer(BaseModel):
+    """Base of what is answered: a field's docstring is its description."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class InputInfo(Answer):
+    """Video that feeds a session."""
+
+    kind: str
+    strength: float
+    fault: str
+    """why the engine takes no more of it, or empty"""
+
+
+class SessionInfo(Answer):
+    """An open session."""
+
+    id: str
+    prompt: str
+    text: str
+    """the prompt as the model was given it"""
+    notice: str
+    """the model's remark on the prompt, or empty"""
+    seed: int
+    image: bool
+    """whether it begins with a picture"""
+    features: list[str]
+    """made elsewhere: prompt_embeds, image_latents, video_latents"""
+    input: InputInfo | None
+    """the video that feeds it"""
+    adaptive: bool
+    """whether it gives up steps, then frame rate, under load"""
+    reason: str
+    """`load` while it has less than was asked for, else empty"""
+    steps: int
+    """denoise steps of a chunk"""
+    asked_steps: int
+    """those that were asked for"""
+    steps_known: list[int]
+    """those that `steps` may be changed to; empty: unknown"""
+    kv_context: str
+    fps: float
+    """frames shown per second"""
+    asked_fps: float
+    """those that were asked for"""
+    native_fps: float
+    """frames per second at which motion looks as the model was trained"""
+    width: int
+    height: int
+    paused: bool
+    watched: bool
+    place: Literal["device", "host", "disk", "none"]
+    """where its caches lie: on the device, or swapped out to host memory or disk as nobody watches; none: the
+    engine has not opened it yet, after a start or a restart"""
+    rev: int
+    """goes up with every change"""
+    age_s: float
+    ends_in_s: float | None
+    """when it ends by itself as things are; null: never"""
+    share: float
+    """of the engine's time, as measured; taken while somebody watches"""
+    whep: str
+    """where to POST an offer to watch it"""
+    control: str
+    """where its control WebSocket is"""
+    stats: dict[str, Any]
+
+
+class OpenedSession(SessionInfo):
+    """A session that was opened just now. Its tokens are shown only here."""
+
+    view_token: str
+    """lets who shows it watch, where the server has a token"""
+    control_token: str
+    """lets who shows it steer and end the session"""
+
+
+class CapacityInfo(Answer):
+    """What the engine can take."""
+
+    free_sessions: int | None
+    """further sessions of the default kind; null: nothing was measured yet"""
+    work_s: float | None
+    """seconds of work in a chunk, measured"""
+    chunk_frames: int
+    share: float
+    """of the engine's time that the sessions take that somebody watches"""
+    share_limit: float
+    occupancy: list[float]
+    """share of the time that each rank of a ring was at work"""
+    sessions_fit: int | None
+    """sessions of the default kind that can play; null: unknown"""
+    sessions_away: int | None
+    """further sessions that may be swapped out; null: no limit"""
+    places: dict[str, int]
+    """open sessions, by where they lie: device, host, disk"""
+    size: str
+    steps: list[int]
+    native_fps: float
+    text_shape: list[int]
+    """most rows, and width, of `prompt_embeds`; empty: the model takes none"""
+    chunk_shape: list[int]
+    """of a chunk's latents: channels, latent frames, height, width"""
+    first_chunks: int
+    """chunks that `image_latents` are of"""
+    draining: bool
+
+
+class SessionList(Answer):
+    """The open sessions of this server that the caller may watch, oldest first."""
+
+    server: str | None
+    """the one whose sessions these are (serve.name); others have their own"""
+    sessions: list[SessionInfo]
+    capacity: CapacityInfo
+
+
 class NewOutput(Body):
     """Where to send a session too."""
 
@@ -110,6 +228,44 @@ class NewOutput(Body):
         max_length=2000,
         description="the name of a file, as show.mp4, or an address, as rtmp://host/app/key",
     )
+
+
+class OutputInfo(Answer):
+    """An output of a session."""
+
+    id: str
+    name: str
+    """of an address scheme and host only, as the rest may be a secret"""
+    state: str
+    """waiting, sending, retrying or ended"""
+    frames: int
+    """handed to it"""
+    dropped: int
+    """that it did not get"""
+    restarts: int
+    reason: str
+    """why it broke off, or empty"""
+
+
+class OutputList(Answer):
+    """The outputs that were asked for over the API."""
+
+    outputs: list[OutputInfo]
+
+
+class EndedSession(Answer):
+    """A session that is no more."""
+
+    id: str
+    ended: str
+    """why, in a word"""
+
+
+class Receipts(Answer):
+    """What became of a change: one receipt for each request it was made of."""
+
+    receipts: list[dict[str, Any]]
+    session: SessionInfo
 
 
 def read(

@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -25,16 +25,8 @@ from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes import bodies, dependencies, schemas
 from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
 from streamdiff.server.routes.control import carry_out, status_of
-from streamdiff.server.routes.dependencies import (
-    ANSWERS,
-    Controlled,
-    State,
-    Watched,
-    answer,
-    gives,
-    operation,
-    problems,
-)
+from streamdiff.server.routes.dependencies import Controlled, State, Watched, answer, operation, problems
+from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
 from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
@@ -49,10 +41,12 @@ SEND_LIMIT_S = 10.0
 _PIECE = 1 << 18
 _FIXED = ("seed", "kv_context", "image")
 """What a snapshot contains and a resumed session cannot set."""
-_RECEIPTS = gives("Receipts") | gives(
-    "Receipts", 202, "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then"
-)
-_HOLDS = operation("steer", 503, 504, answers=_RECEIPTS)
+_LATER: dependencies.Responses = {
+    202: {
+        "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
+        "model": Receipts,
+    }
+}
 _OF_READY = ("chunk_frames", "native_fps", "text_shape", "chunk_shape", "first_chunks")
 """Fields of `Ready` that the capacity has under the same name."""
 _SENT = "a file"
@@ -69,21 +63,20 @@ _NEW = dependencies.json_or_form(
     required=False,
 )
 _CHANGE = dependencies.json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
-_OUTPUT = dependencies.body_of(JSON, schemas.NewOutput.model_json_schema())
 _FILE = answer("A safetensors file; Content-Length: its size", OCTETS, dependencies.BINARY)
 router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=problems(401, 403, 404, 410, 422, 429))
 
 
-@router.get("", summary="All that the caller may watch", **operation("watch", answers=gives("SessionList")))
-async def list_sessions(request: Request, state: State) -> Response:
+@router.get("", summary="All that the caller may watch", **operation("watch"))
+async def list_sessions(request: Request, state: State) -> schemas.SessionList:
     state.require(request, Role.VIEWER)
     sessions = [_info_of(request, session) for session in state.watchable(request)]
-    return JSONResponse({"server": state.config.serve.name, "sessions": sessions, "capacity": _capacity(state)})
+    return schemas.SessionList(server=state.config.serve.name, sessions=sessions, capacity=_capacity(state))
 
 
 @router.post(
-    "", status_code=201, summary="Open a session",
-    **operation("steer", 503, body=_NEW, answers=gives("OpenedSession", 201)),
+    "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
+    **operation("steer", 503, body=_NEW),
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
@@ -93,7 +86,8 @@ async def open_session(request: Request, state: State) -> Response:
             session = await _open(request, state)
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
-    return JSONResponse(_info_of(request, session) | tokens, 201, {"Location": f"/api/sessions/{session.id}"})
+    opened = schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
+    return JSONResponse(opened.model_dump(), 201, {"Location": f"/api/sessions/{session.id}"})
 
 
 async def _open(request: Request, state: AppState) -> LiveSession:
@@ -113,28 +107,28 @@ async def _open(request: Request, state: AppState) -> LiveSession:
         raise Problem(422, str(error), code="refused", field=error.field) from error
 
 
-@router.get("/{session}", summary="One session", **operation("watch", answers=gives("SessionInfo")))
-async def show_session(request: Request, live: Watched) -> Response:
-    return JSONResponse(_info_of(request, live))
+@router.get("/{session}", summary="One session", **operation("watch"))
+async def show_session(request: Request, live: Watched) -> SessionInfo:
+    return _info_of(request, live)
 
 
 @router.patch(
     "/{session}", summary="Change it while it plays",
-    **operation("steer", 409, 503, 504, body=_CHANGE, answers=_RECEIPTS),
+    **operation("steer", 409, 503, 504, body=_CHANGE, answers=_LATER),
 )  # fmt: skip
-async def change_session(request: Request, state: State, live: Controlled) -> Response:
+async def change_session(request: Request, response: Response, state: State, live: Controlled) -> Receipts:
     change, picture, _ = await _read(request, schemas.SessionChange, state, {"image": 0})
     messages = schemas.messages_of(change, state.manager.ready, picture)
-    return await _carry_out_all(request, live, messages)
+    return await _carry_out_all(request, live, messages, response)
 
 
-@router.delete("/{session}", summary="End it", **operation("steer", answers=gives("EndedSession")))
-async def end_session(request: Request, state: State, session: str) -> Response:
+@router.delete("/{session}", summary="End it", **operation("steer"))
+async def end_session(request: Request, state: State, session: str) -> schemas.EndedSession:
     state.limit(request)
     if state.manager.end_reason(session) is None:
         state.require(request, Role.CONTROLLER, state.session(request))
         await state.manager.end(session, "deleted")
-    return JSONResponse({"id": session, "ended": state.manager.end_reason(session) or "deleted"})
+    return schemas.EndedSession(id=session, ended=state.manager.end_reason(session) or "deleted")
 
 
 @router.delete(
@@ -147,12 +141,19 @@ async def end_input(live: Controlled) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/{session}/pause", summary="Hold it", **_HOLDS)
-@router.post("/{session}/resume", summary="Let it go on", **_HOLDS)
-@router.post("/{session}/reset", summary="Restart the stream", **_HOLDS)
-async def hold_session(request: Request, live: Controlled) -> Response:
-    kind = request.url.path.rpartition("/")[2]
-    return await _carry_out_all(request, live, [messages.MESSAGES[kind].model_validate({"type": kind})])
+@router.post("/{session}/pause", summary="Hold it", **operation("steer", 503, 504, answers=_LATER))
+async def pause_session(request: Request, response: Response, live: Controlled) -> Receipts:
+    return await _carry_out_all(request, live, [messages.HoldMessage(type="pause")], response)
+
+
+@router.post("/{session}/resume", summary="Let it go on", **operation("steer", 503, 504, answers=_LATER))
+async def resume_session(request: Request, response: Response, live: Controlled) -> Receipts:
+    return await _carry_out_all(request, live, [messages.HoldMessage(type="resume")], response)
+
+
+@router.post("/{session}/reset", summary="Restart the stream", **operation("steer", 503, 504, answers=_LATER))
+async def reset_session(request: Request, response: Response, live: Controlled) -> Receipts:
+    return await _carry_out_all(request, live, [messages.ResetMessage(type="reset")], response)
 
 
 def _spec(
@@ -209,68 +210,69 @@ async def _read(
     return wanted, picture, others
 
 
-def _info_of(request: Request, session: LiveSession) -> dict[str, Any]:
+def _info_of(request: Request, session: LiveSession) -> SessionInfo:
     """A session as the API shows it."""
     state, prefix = state_of(request), request.scope.get("root_path", "")
     now_s = clock.monotonic_s()
     session.lifetime.watch(session.watched, now_s)
     ends_s = session.lifetime.ends_s
     facts = session.state(may_control=False)  # without the engine's reason
-    return {
-        **{name: facts[name] for name in ANSWERS["SessionInfo"]["properties"] if name in facts},
-        "id": session.id,
-        "watched": session.watched,
-        "age_s": round(now_s - session.lifetime.opened_s, 1),
-        "ends_in_s": None if ends_s is None else round(max(0.0, ends_s - now_s), 1),
-        "share": round(state.manager.load.share(session.fps, session.steps), 4),
-        "whep": f"{prefix}/whep/{session.id}",
-        "control": f"{prefix}/api/sessions/{session.id}/control",
-        "stats": session.stats(),
-    }
+    return SessionInfo(
+        **{name: facts[name] for name in SessionInfo.model_fields if name in facts},
+        id=session.id,
+        watched=session.watched,
+        age_s=round(now_s - session.lifetime.opened_s, 1),
+        ends_in_s=None if ends_s is None else round(max(0.0, ends_s - now_s), 1),
+        share=round(state.manager.load.share(session.fps, session.steps), 4),
+        whep=f"{prefix}/whep/{session.id}",
+        control=f"{prefix}/api/sessions/{session.id}/control",
+        stats=session.stats(),
+    )
 
 
-def _capacity(state: AppState) -> dict[str, Any]:
+def _capacity(state: AppState) -> schemas.CapacityInfo:
     manager, ready = state.manager, state.manager.ready
-    return {
+    return schemas.CapacityInfo(
         **{name: getattr(ready, name) for name in _OF_READY},
-        "sessions_fit": ready.max_sessions,
-        "sessions_away": ready.max_swapped_sessions,
-        "free_sessions": manager.load.free_sessions(),
-        "work_s": manager.load.work_s,
-        "share": round(sum(manager.load.shares()), 4),
-        "share_limit": manager.load.limit,
-        "occupancy": [round(share, 3) for share in manager.load.occupancy],
-        "places": manager.sessions_by_location(),
-        "size": f"{ready.width}x{ready.height}",
-        "steps": ready.steps_known,
-        "draining": manager.draining,
-    }
+        sessions_fit=ready.max_sessions,
+        sessions_away=ready.max_swapped_sessions,
+        free_sessions=manager.load.free_sessions(),
+        work_s=manager.load.work_s,
+        share=round(sum(manager.load.shares()), 4),
+        share_limit=manager.load.limit,
+        occupancy=[round(share, 3) for share in manager.load.occupancy],
+        places=manager.sessions_by_location(),
+        size=f"{ready.width}x{ready.height}",
+        steps=list(ready.steps_known),
+        draining=manager.draining,
+    )
 
 
-async def _carry_out_all(request: Request, session: LiveSession, messages: list[ControlMessage]) -> Response:
-    """Carry out all, in order, or none where one would be refused; the status says whether some is still to come."""
+async def _carry_out_all(
+    request: Request, session: LiveSession, messages: list[ControlMessage], response: Response
+) -> Receipts:
+    """Carry out all, in order, or none where one would be refused; the response's status says whether some is still to
+    come. Mutates: response."""
     session.check(messages)
     receipts = [await carry_out(session, message) for message in messages]
     if session.closed:
         raise StreamEnded(session.id)
-    told = {"receipts": [receipt.message() for receipt in receipts], "session": _info_of(request, session)}
-    return JSONResponse(told, status_of(receipts))
+    response.status_code = status_of(receipts)
+    return Receipts(receipts=[receipt.message() for receipt in receipts], session=_info_of(request, session))
 
 
 # ---- outputs ------------------------------------------------------------------------------------------------------
 
 
-@router.get(
-    "/{session}/outputs", summary="Where it is sent", **operation("steer", 503, answers=gives("OutputList"))
-)  # fmt: skip
-async def list_outputs(state: State, live: Controlled) -> Response:
+@router.get("/{session}/outputs", summary="Where it is sent", **operation("steer", 503))
+async def list_outputs(state: State, live: Controlled) -> schemas.OutputList:
     found = state.outputs.of(live)
-    return JSONResponse({"outputs": [{"id": id, **asdict(status)} for id, status in found.items()]})
+    return schemas.OutputList(outputs=[schemas.OutputInfo(id=id, **asdict(status)) for id, status in found.items()])
 
 
 @router.post(
-    "/{session}/outputs", status_code=201, summary="Record it, or send it on",
-    **operation("steer", 503, body=_OUTPUT, answers=gives("OutputInfo", 201)),
+    "/{session}/outputs", status_code=201, response_model=schemas.OutputInfo, summary="Record it, or send it on",
+    **operation("steer", 503, body=dependencies.body_of(JSON, schemas.NewOutput.model_json_schema())),
 )  # fmt: skip
 async def add_output(request: Request, state: State, live: Controlled) -> Response:
     wanted = schemas.read(schemas.NewOutput, await bodies.read_json(request, MAX_BODY_BYTES))
@@ -278,8 +280,8 @@ async def add_output(request: Request, state: State, live: Controlled) -> Respon
         id, status = await state.outputs.add(live, wanted.target)
     except RequestError as error:
         raise Problem(422, f"{error}.", code="refused", field=error.field) from error
-    made = {"id": id, **asdict(status)}
-    return JSONResponse(made, 201, {"Location": f"/api/sessions/{live.id}/outputs/{id}"})
+    made = schemas.OutputInfo(id=id, **asdict(status))
+    return JSONResponse(made.model_dump(), 201, {"Location": f"/api/sessions/{live.id}/outputs/{id}"})
 
 
 @router.delete("/{session}/outputs/{id}", status_code=204, summary="Send it there no more", **operation("steer", 503))

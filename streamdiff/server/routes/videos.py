@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from streamdiff.engine.features import NAMES
@@ -26,17 +26,8 @@ from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes import bodies
 from streamdiff.server.routes.bodies import FORM, JSON, URLENCODED
-from streamdiff.server.routes.dependencies import (
-    BINARY,
-    FEATURES,
-    State,
-    answer,
-    gives,
-    json_or_form,
-    operation,
-    problems,
-)
-from streamdiff.server.routes.schemas import Size, is_size_of, read
+from streamdiff.server.routes.dependencies import BINARY, FEATURES, State, answer, json_or_form, operation, problems
+from streamdiff.server.routes.schemas import Answer, Size, is_size_of, read
 from streamdiff.server.sessions.control import Fps, Prompt, Steps, Strength, steps_refusal
 from streamdiff.video.picture import Fit
 
@@ -111,6 +102,78 @@ class NewVideo(BaseModel):
     """has no effect"""
     metadata: Any = None
     """has no effect"""
+
+
+class VideoError(Answer):
+    """Why a video could not be made."""
+
+    code: str
+    message: str
+
+
+class Video(Answer):
+    """A video that is asked for, made, or kept."""
+
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    prompt: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    progress: int
+    """per cent of the frames that are encoded"""
+    created_at: int
+    started_at: int | None
+    completed_at: int | None
+    expires_at: int | None
+    """when it and its file are forgotten"""
+    seconds: str
+    size: str
+    fps: float
+    num_frames: int
+    num_inference_steps: int
+    seed: int
+    inference_time_s: float | None
+    """seconds from its beginning to its last frame"""
+    peak_memory_mb: float | None
+    """MiB that the engine took meanwhile, at most: of the first rank's GPU, or without one in all"""
+    error: VideoError | None
+    remixed_from_video_id: None = None
+
+
+class VideoList(Answer):
+    """Videos, in the order asked for."""
+
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    server: str | None
+    """the one whose videos these are (serve.name); others have their own"""
+
+
+class DeletedVideo(Answer):
+    """A video that is no more."""
+
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+class ModelEntry(Answer):
+    """The model that is loaded."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["streamdiff"] = "streamdiff"
+
+
+class ModelList(Answer):
+    """All models of this server: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]
 
 
 # ---- what is asked for --------------------------------------------------------------------------------------------
@@ -277,23 +340,30 @@ def _frames(wanted: NewVideo, fps: float) -> int:
     return wanted.num_frames
 
 
-def video_of(job: Job, progress: int) -> dict[str, Any]:
+def video_of(job: Job, progress: int) -> Video:
     """A job as the API shows it."""
-    times_s = {"started_at": job.started_s, "completed_at": job.ended_s, "expires_at": job.expires_s}
-    return {
-        "object": "video",
-        **{name: getattr(job, name) for name in ("id", "model", "prompt", "status", "fps", "seed", "peak_memory_mb")},
-        "progress": progress,
-        "created_at": int(job.created_s),
-        **{name: None if time_s is None else int(time_s) for name, time_s in times_s.items()},
-        "seconds": f"{job.frames / job.fps:g}",
-        "size": f"{job.width}x{job.height}",
-        "num_frames": job.frames,
-        "num_inference_steps": job.steps,
-        "inference_time_s": job.inference_s,
-        "error": {"code": "failed", "message": job.error} if job.status == "failed" else None,
-        "remixed_from_video_id": None,
-    }
+    times_s = (job.started_s, job.ended_s, job.expires_s)
+    started, ended, expires = (None if time_s is None else int(time_s) for time_s in times_s)
+    return Video(
+        id=job.id,
+        model=job.model,
+        prompt=job.prompt,
+        status=job.status,
+        progress=progress,
+        created_at=int(job.created_s),
+        started_at=started,
+        completed_at=ended,
+        expires_at=expires,
+        seconds=f"{job.frames / job.fps:g}",
+        size=f"{job.width}x{job.height}",
+        fps=job.fps,
+        num_frames=job.frames,
+        num_inference_steps=job.steps,
+        seed=job.seed,
+        inference_time_s=job.inference_s,
+        peak_memory_mb=job.peak_memory_mb,
+        error=VideoError(code="failed", message=job.error) if job.status == "failed" else None,
+    )
 
 
 # ---- routes -------------------------------------------------------------------------------------------------------
@@ -355,11 +425,8 @@ Found = Annotated[Job, Depends(_visible_job)]
 """The job that the path names, for a request that may look at it."""
 
 
-@router.post(
-    "/videos", summary="Have a video made",
-    **operation("steer", 409, 507, body=_NEW_VIDEO, answers=gives("Video")),
-)  # fmt: skip
-async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Response:
+@router.post("/videos", summary="Have a video made", **operation("steer", 409, 507, body=_NEW_VIDEO))
+async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Video:
     ready = state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
     made = resolve(wanted, ready, runner.LONGEST_JOB_S, state.config.model.name)
@@ -369,25 +436,25 @@ async def create_video(request: Request, state: State, jobs: Changeable, key: _K
     sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
     known_by = None if key is None else idempotency(key, state.caller(request), wanted, *sent)
     job = await jobs.submit(made, address_of(request), picture, given, known_by)
-    return JSONResponse(video_of(job, jobs.progress(job)))
+    return video_of(job, jobs.progress(job))
 
 
-@router.get("/videos", summary="Videos asked for, and kept", **operation("watch", 400, answers=gives("VideoList")))
+@router.get("/videos", summary="Videos asked for, and kept", **operation("watch", 400))
 async def list_videos(
     state: State,
     jobs: Visible,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
-) -> Response:
+) -> VideoList:
     name = state.config.serve.name
     found = await jobs.page(after=after, limit=limit + 1, order=order)
     if found is None:
         raise _unknown_start(after or "", name)
     data = [video_of(job, jobs.progress(job)) for job in found[:limit]]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    listed = {"object": "list", "data": data, "first_id": first, "last_id": last}
-    return JSONResponse({**listed, "has_more": len(found) > limit, "server": name})
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    more = len(found) > limit
+    return VideoList(data=data, first_id=first, last_id=last, has_more=more, server=name)
 
 
 def _unknown_start(after: str, name: str | None) -> Problem:
@@ -401,10 +468,10 @@ def _unknown_start(after: str, name: str | None) -> Problem:
     return Problem(400, why, code=code, field="after")
 
 
-@router.get("/videos/{id}", summary="How far one is", **operation("watch", answers=gives("Video")))
-async def show_video(jobs: Visible, job: Found) -> Response:
-    headers = {"openai-poll-after-ms": str(round(POLL_S * 1000))}
-    return JSONResponse(video_of(job, jobs.progress(job)), headers=headers)
+@router.get("/videos/{id}", summary="How far one is", **operation("watch"))
+async def show_video(response: Response, jobs: Visible, job: Found) -> Video:
+    response.headers["openai-poll-after-ms"] = str(round(POLL_S * 1000))
+    return video_of(job, jobs.progress(job))
 
 
 @router.get(
@@ -422,28 +489,21 @@ async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "
     return FileResponse(found, media_type=MP4, filename=found.name)
 
 
-@router.delete(
-    "/videos/{id}", summary="Forget one; if it is being made, that ends",
-    **operation("steer", 507, answers=gives("DeletedVideo")),
-)  # fmt: skip
-async def delete_video(jobs: Changeable, id: str) -> Response:
+@router.delete("/videos/{id}", summary="Forget one; if it is being made, that ends", **operation("steer", 507))
+async def delete_video(jobs: Changeable, id: str) -> DeletedVideo:
     if not await jobs.delete(id):
         raise _unknown(id)
-    return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
+    return DeletedVideo(id=id)
 
 
-@router.get("/models", summary="The model that is loaded", **operation("watch", answers=gives("ModelList")))
-async def list_models(request: Request, state: State) -> Response:
+@router.get("/models", summary="The model that is loaded", **operation("watch"))
+async def list_models(request: Request, state: State) -> ModelList:
     state.require_for_jobs(request, Role.VIEWER)
-    return JSONResponse({"object": "list", "data": [_model(state.manager.ready.model, state)]})
+    return ModelList(data=[ModelEntry(id=state.manager.ready.model, created=state.started_s)])
 
 
-@router.get("/models/{id:path}", summary="The same, by its name", **operation("watch", answers=gives("ModelEntry")))
-async def show_model(request: Request, state: State, id: str) -> Response:
+@router.get("/models/{id:path}", summary="The same, by its name", **operation("watch"))
+async def show_model(request: Request, state: State, id: str) -> ModelEntry:
     state.require_for_jobs(request, Role.VIEWER)
     check_model(id, state.manager.ready, state.config.model.name)
-    return JSONResponse(_model(id, state))
-
-
-def _model(id: str, state: AppState) -> dict[str, Any]:
-    return {"id": id, "object": "model", "created": state.started_s, "owned_by": "streamdiff"}
+    return ModelEntry(id=id, created=state.started_s)

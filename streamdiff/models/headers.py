@@ -7,13 +7,14 @@ expected and what is there. Imports no torch: the planner and the web process us
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from streamdiff.errors import ConfigError
 
@@ -29,7 +30,7 @@ _MAX_DIMENSIONS = 16
 _HOW = "write it with safetensors.torch.save_file"
 
 
-_Size = Annotated[int, Field(ge=0, lt=2**63)]
+_Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """Bounded, as sizes are multiplied and printed."""
 
 
@@ -41,11 +42,7 @@ class TensorEntry(BaseModel, frozen=True):
     data_offsets: tuple[_Size, _Size]
 
 
-class _Header(BaseModel, extra="allow"):
-    """A file's header as it stands there: tensors by name, and texts."""
-
-    __pydantic_extra__: dict[str, TensorEntry]
-    texts: dict[str, str] = Field({}, alias="__metadata__")
+_TEXTS: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -101,17 +98,34 @@ def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | Non
         raise ConfigError(f"{path}: expected at most {max_bytes:,} bytes, got {file_bytes:,}")
     text = file.read(length)
     try:
-        header = _Header.model_validate_json(text, strict=True)
+        tree = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a safetensors file: its header is not JSON: {error}; {_HOW}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: not a safetensors file: its header holds no names; {_HOW}")
+    name = "__metadata__"
+    try:
+        texts = _TEXTS.validate_python(tree.pop(name, {}))
+        entries = {}
+        for name, value in tree.items():  # one by one, as the first fault is enough
+            entries[name] = TensorEntry.model_validate(value)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        if not problem["loc"]:
-            raise ConfigError(f"{path}: not a safetensors file: its header: {problem['msg']}; {_HOW}") from None
-        name, *place = (str(part)[:80] for part in problem["loc"])
         wanted = "texts by name" if name == "__metadata__" else "dtype, shape and data_offsets (begin and end)"
-        found = ": ".join([*place[-1:], problem["msg"]])
-        raise ConfigError(f"{path}: {name}: expected {wanted}, but {found}") from None
-    _check_layout(path, header.__pydantic_extra__, file_bytes - LENGTH_BYTES - len(text))
-    return TensorHeader(path, file_bytes, header.__pydantic_extra__, header.texts)
+        found = ": ".join([*map(str, problem["loc"][-1:]), problem["msg"]])
+        raise ConfigError(f"{path}: {name[:80]}: expected {wanted}, but {found}") from None
+    _check_layout(path, entries, file_bytes - LENGTH_BYTES - len(text))
+    return TensorHeader(path, file_bytes, entries, texts)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name that comes twice could be read in two ways."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:60]!r} stands in it twice")
+        found[name] = value
+    return found
 
 
 def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> ConfigError:

@@ -12,11 +12,11 @@ import aioice
 import httpx
 import psutil
 import pytest
-from aiortc import RTCPeerConnection
+from aiortc import RTCConfiguration, RTCPeerConnection
 
 from streamdiff.server.peers import SlotPool
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc import peer_connections
+from streamdiff.server.webrtc import aiortc_compat, peer_connections
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Peer, Peers, Viewer, Viewers
 from tests.server.conftest import Site, open_site
@@ -145,10 +145,26 @@ async def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monk
         await site.until(lambda: not _held()[0])
 
 
+async def test_a_connection_whose_close_raises_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def raising() -> None:
+        raise ConnectionError("its transport is gone")
+
+    files = _held()[1]
+    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    pc.createDataChannel("control")
+    await pc.setLocalDescription(await pc.createOffer())
+    assert _held()[1] > files, "it has sockets"
+    monkeypatch.setattr(pc, "close", raising)
+    assert not await aiortc_compat.close(pc, 1.0)
+    async with asyncio.timeout(10):
+        while _held()[1] > files:
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("handshake_ends", ["after the transport", "before it"])
 async def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing_and_is_no_error(
-    handshake_ends: str, monkeypatch: pytest.MonkeyPatch
+    handshake_ends: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     close = aioice.Connection.close
 
@@ -170,7 +186,7 @@ async def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing_and_is
         await _delete(site, posted)
         await peer.close()
         assert not _held()[0]
-        assert not errors
+        assert not errors and "do not end" not in caplog.text
 
 
 async def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_slot() -> None:

@@ -66,8 +66,9 @@ async def test_a_killed_server_loses_no_job_and_leaves_no_half_video(tmp_path: P
     written = (folder / f"{done}.mp4").read_bytes()
     async with serving("--jobs-dir", str(folder)) as (server, http):
         videos = []
+        await _until(http, waiting, lambda video: video["status"] in ("completed", "failed"))  # which comes last
         for id in (done, running, waiting):
-            video = await _until(http, id, lambda video: video["status"] in ("completed", "failed"))
+            video = await _until(http, id, lambda video: True)
             assert (video["status"], video["error"]) == ("completed", None)
             videos.append((await http.get(f"/v1/videos/{id}/content")).content)
     assert [len(pictures_of(video)) for video in videos] == [8, 400, 8]
@@ -293,7 +294,7 @@ def test_what_was_given_for_a_job_counts_while_it_can_be_made_and_none_is_left_w
     found, nothing = store.inputs(with_picture)
     assert found is not None and np.array_equal(found, picture) and not nothing.names
     store.fail(with_picture.id, "why")
-    assert store.used_bytes() == 30
+    assert (store.recover(), store.used_bytes()) == (1, 30), "what waits keeps what it was given"
     begun = store.begin()
     assert begun is not None and begun.id == job.id
     store.path(job.id).write_bytes(b"video")

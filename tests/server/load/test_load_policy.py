@@ -96,6 +96,10 @@ def test_chunks_that_come_late_take_more_than_the_measured_load() -> None:
     assert policy.decide(demands, _share, SETTLE_S) == {}, "not two in a row"
     policy.chunk("s1", 0.01, CHUNK_S, SETTLE_S)
     assert policy.decide(demands, _share, SETTLE_S) == {"s1": LoadLimit(2), "s2": LoadLimit(2)}, "the late one first"
+    _late(policy, "s0", 1.5 * SETTLE_S)
+    assert policy.decide(demands, _share, 1.5 * SETTLE_S) == {}, "its chunk was begun before the others gave up steps"
+    _late(policy, "s0", 2 * SETTLE_S)
+    assert policy.decide(demands, _share, 2 * SETTLE_S) == {"s0": LoadLimit(2)}
 
 
 def test_what_made_chunks_late_comes_back_later_each_time() -> None:

@@ -10,7 +10,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamdiff import clock
@@ -275,6 +275,7 @@ def _encoded(number: int, key: bool = False) -> EncodedFrame:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
+@example([(True, 0), (False, 0), (False, 0), (False, 0), (False, 1)])
 def test_never_above_the_limit_and_every_gap_ends_with_a_key_frame(steps: list[tuple[bool, int]]) -> None:
     queue = PacketQueue(limit=4)
     out: list[EncodedFrame] = []

@@ -87,10 +87,8 @@ def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
 @pytest.mark.slow
 def test_of_ranks_that_exchange_the_one_that_says_nothing_more_is_named() -> None:
     """Rank 0's exchange ended; rank 1 goes on saying how it is, rank 2 does not."""
-    store, loop = (
-        dist.HashStore(),
-        SimpleNamespace(timer=DeviceTimer.on(CPU), done=0, now=None, awaits_others=False, where=lambda: "here"),
-    )
+    store, timer = dist.HashStore(), DeviceTimer.on(CPU)
+    loop = SimpleNamespace(timer=timer, done=0, now=None, awaits_others=False, where=lambda: "here")
     watches = [RankWatch(RankContext(rank, 3, store)) for rank in range(3)]
     for watch in watches:
         watch.begin([loop], 60.0)  # type: ignore[list-item]

@@ -17,7 +17,7 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.device import bind, own_device
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder, load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
 from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
@@ -73,7 +73,7 @@ def load_rank(plan: LoadPlan, context: RankContext | None = None) -> LoadedRank:
             text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
             dtype = torch.float32 if plan.reference else plan.models.decoder_dtype
-            reencoder = FirstFrameReencoder.load(found.found_vae, device, dtype)
+            reencoder = load_autoencoder(found.found_vae, "both", device, dtype)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
@@ -84,7 +84,7 @@ def load_rank(plan: LoadPlan, context: RankContext | None = None) -> LoadedRank:
 
 
 def _load_decoder(plan: LoadPlan) -> PictureDecoder:
-    network = load_decoder(plan.models.model.found_vae, plan.device, plan.models.decoder_dtype)
+    network = load_autoencoder(plan.models.model.found_vae, "decoder", plan.device, plan.models.decoder_dtype)
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9.
     if plan.channels_last is not None:
         network.set_channels_last(plan.channels_last)

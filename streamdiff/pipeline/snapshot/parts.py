@@ -64,8 +64,8 @@ def remembered(model: Model) -> list[Any]:
     """What the autoencoder that encodes the past again may remember, as outlines."""
     if (reencoder := model.first_frame_reencoder) is None:
         return [None]
-    latents = torch.zeros(model.spec.chunk_shape, device=reencoder.decoder.device)
-    decode = reencoder.decoder.decode_video
+    latents = torch.zeros(model.spec.chunk_shape, device=reencoder.device)
+    decode = reencoder.decode_video
     outlines = memory_outlines(
         reencoder.new_memory, lambda memory: decode(latents[None], memory), model.spec.chunk_latents
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,11 +83,19 @@ def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
         assert counted < 0.6 * 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context)
 
 
+class Idle:
+    """A rank's loop that computes nothing."""
+
+    timer, done, now, awaits_others = DeviceTimer.on(CPU), 0, None, True
+
+    def where(self) -> str:
+        return "here"
+
+
 @pytest.mark.slow
 def test_of_ranks_that_exchange_the_one_that_says_nothing_more_is_named() -> None:
     """Rank 0's exchange ended; rank 1 goes on saying how it is, rank 2 does not."""
-    store, timer = dist.HashStore(), DeviceTimer.on(CPU)
-    loop = SimpleNamespace(timer=timer, done=0, now=None, awaits_others=False, where=lambda: "here")
+    store, loop = dist.HashStore(), Idle()
     watches = [RankWatch(RankContext(rank, 3, store)) for rank in range(3)]
     for watch in watches:
         watch.begin([loop], 60.0)  # type: ignore[list-item]

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
-from streamdiff.models.transformer.attention_backend import attention_over_segments
-from streamdiff.models.transformer.varlen_attention import PagedTrial, row_by_row
+from streamdiff.models.transformer.attention_backend import attention_over_segments, row_by_row
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.ring import Ring
@@ -216,7 +215,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
         called.append(len(query))
         return row_by_row(attention_over_segments("math"), query, key, value, seen)
 
-    monkeypatch.setattr(compiled_stage, "try_paged", lambda *_: PagedTrial(paged, "here"))
+    monkeypatch.setattr(compiled_stage, "try_paged", lambda *_: (paged, "here"))
     ring = compiled(MODEL, sessions=3, max_rows=3)
     called.clear()
     orders = {n: Order((RED, WHITE, BLUE)[n], n, 4, "clean") for n in range(3)}

@@ -259,8 +259,10 @@ class RankWatch:
     def _hang(self) -> str | None:
         """What stands still of this rank or the next one, which is ended."""
         now_s, limit_s, rank = clock.monotonic_s(), self._watchdog_s, self._ring.rank
-        for worker in self._workers:
-            still_s = self._still.seconds(worker, (worker.done, worker.now is None), now_s, worker.now is not None)
+        for index, worker in enumerate(self._workers):
+            still_s = self._still.seconds(
+                ("loop", index), (worker.done, worker.now is None), now_s, worker.now is not None
+            )
             # Of ranks that wait for each other in a forward, the one that says nothing is found first.
             if still_s >= (2 if worker.awaits_others else 1) * limit_s:
                 return f"rank {rank} hangs: {limit_s:g} s {worker.where()}"

@@ -85,7 +85,7 @@ def test_a_suggestion_changes_the_prompt_and_is_then_not_suggested_again(page: W
 
     until(page, lambda _: len(words()) == 2)
     colour, shape = words()
-    assert colour in COLOURS and shape in ("circle", "square")
+    assert colour in COLOURS and shape in ("a yellow circle", "a green square")
     pressed = page.find_element(By.CSS_SELECTOR, "#suggestions .chip")
     pressed.click()
     until(page, lambda _: page.find_element("id", "playing").text == colour)

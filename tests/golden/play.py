@@ -31,9 +31,10 @@ from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.topology import StageTopology, connect_stage
 from streamdiff.session_state.swap_store import SwapStore
+from tests.free_ports import free_port
+from tests.pipeline import forked_ranks
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import local_ring
-from tests.pipeline.processes import run_ranks
 from tests.saving import save as save_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -207,10 +208,12 @@ def rank(number: int, ranks: int, port: int, out: str) -> None:
 
 
 def shared() -> dict[str, str]:
-    """`1x2`: two ranks share every forward."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.json"
-        run_ranks("tests.golden.play", [str(out)], 2, 900.0)
+    """`1x2`: two ranks, forked from this process, share every forward."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name), Path(name) / "table.json"
+        ranks = forked_ranks.fork(folder, "tests.golden.play", ["2", str(free_port()), str(out)])
+        codes = forked_ranks.exit_codes(ranks, 900.0)
+        assert codes == [0, 0], "\n".join(file.read_text() for file in sorted(folder.glob("*.err")))
         table: dict[str, str] = json.loads(out.read_text())
         return table
 

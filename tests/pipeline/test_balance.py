@@ -30,7 +30,7 @@ def agree(config: ModelConfig, everybody: list[dict[str, float]]) -> set[tuple[t
 
     with ThreadPoolExecutor(stages) as pool:
         asked = [pool.submit(share, rank, own) for rank, own in enumerate(everybody)]
-        return {each.result(timeout=60) for each in asked}
+        return {each.result(timeout=240) for each in asked}
 
 
 def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_of_what_comes_too_fast_the_newest_is_used() -> None:
     held = threading.Event()
 
     def load() -> VideoAutoencoder:
-        assert held.wait(60)
+        assert held.wait(240)
         return small_encoder(4)
 
     pipeline, other = Fed(load=load), Fed()

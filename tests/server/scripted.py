@@ -65,7 +65,7 @@ INFO = ModelInfo(
 @dataclass
 class Text:
     examples: tuple[str, ...] = ("a red circle moving right", "a blue star on grass", "a yellow square moving up")
-    suggestions: tuple[tuple[str, ...], ...] = (tuple(COLOURS), ("circle", "square"))
+    suggestions: tuple[tuple[str, ...], ...] = (tuple(COLOURS), ("a yellow circle", "a green square"))
     vocabulary: str = "colours: " + ", ".join(COLOURS)
     slow: bool = False
 

@@ -20,7 +20,7 @@ from streamdiff.pipeline.planner.partition import split_evenly
 from tests.server.test_restart import MODEL, Watching, serving, stats, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 SESSION_GB = 0.00666
 """Of the embedded model swapped out, a little more than it takes."""
 PLAY = 2

@@ -28,7 +28,7 @@ from streamdiff.engine.process.ipc import (
 )
 from streamdiff.errors import EngineFailure
 
-LIMIT_S = 20.0
+LIMIT_S = 240.0
 PICTURES = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
 READY = messages.Ready(
     "tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", (4, 2), "keep", (7, 96), examples=("one", "two"),

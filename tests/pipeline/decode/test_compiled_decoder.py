@@ -28,7 +28,7 @@ pytestmark = [
 
 TOLERANCE = 1e-5
 """Of what the layers remember, in float32, relative to the largest; the next latent frame moves it by more than 0.1."""
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def taehv() -> tuple[VideoAutoencoder, tuple[int, ...], int]:

@@ -29,7 +29,7 @@ from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, smal
 
 MODEL = small_model(2)
 SPEC = MODEL.spec
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 Wake = Callable[[], None]
 
 

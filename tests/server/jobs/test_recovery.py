@@ -42,7 +42,7 @@ async def _ask(http: httpx.AsyncClient, frames: int) -> str:
 
 
 async def _until(http: httpx.AsyncClient, id: str, condition: Any) -> dict[str, Any]:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         while True:
             answer = await http.get(f"/v1/videos/{id}")
             if answer.status_code == 200 and condition(video := answer.json()):
@@ -120,7 +120,7 @@ async def test_jobs_beside_one_that_ends_the_engine_are_made(tmp_path: Path) -> 
     config = ServeConfig(jobs_dir=str(tmp_path))
     jobs = runner.JobRunner(store, config, send, lambda: ready, Metrics(), at_once=3)
     await jobs.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(240):
         while not all(job.status in ENDED for job in await jobs.page(after=None, limit=3, order="asc") or ()):
             await asyncio.sleep(0.02)
     made = await jobs.page(after=None, limit=3, order="asc")
@@ -133,7 +133,7 @@ async def test_jobs_beside_one_that_ends_the_engine_are_made(tmp_path: Path) -> 
 async def test_a_session_that_has_no_memory_gets_that_of_a_job_which_begins_again_later(tmp_path: Path) -> None:
     async with making(tmp_path, Painter(chunk_s=0.02, fits=2)) as site:
         job = await ask(site, num_frames=160)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while not (await site.http.get(f"/v1/videos/{job['id']}")).json()["progress"]:
                 await asyncio.sleep(0.02)
         opened = await site.http.post("/api/sessions", json={"prompt": "green"})
@@ -182,7 +182,7 @@ async def test_videos_expire_with_their_files(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(runner, "EXPIRE_S", 0.1)
     async with making(tmp_path) as site:
         job = await ask(site)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while (await site.http.get(f"/v1/videos/{job['id']}")).status_code != 404:
                 await asyncio.sleep(0.05)
         assert not list(tmp_path.glob("*.mp4"))

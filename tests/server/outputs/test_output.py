@@ -63,7 +63,7 @@ async def _receive(url: str, container: str, option: str = "") -> asyncio.subpro
 
 async def _is_received(receiver: asyncio.subprocess.Process) -> None:
     try:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(240):
             output, _ = await receiver.communicate()
     finally:
         if receiver.returncode is None:

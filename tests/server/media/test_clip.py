@@ -22,7 +22,7 @@ def shown(codec: Codec, numbers: Iterable[int], held: Sequence[int] = (), key_ev
     """What is kept of pictures whose grey is their second; time is held while some are sent."""
     encoder, recent, asked = VideoEncoder(codec, FORMAT), RecentFrames(), True
     for number in numbers:
-        picture = np.full((64, 64, 3), 3 * (number // 40), np.uint8)
+        picture = np.full((64, 64, 3), 3 * (number // 40) % 256, np.uint8)
         for encoded in encoder.encode(picture, number * TICKS, asked or number % key_every == 0):
             asked = recent.put(encoded, held=number in held)
     return recent

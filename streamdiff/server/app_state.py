@@ -33,7 +33,7 @@ from streamdiff.server.webrtc.peer_connections import Feeders, Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
 MAX_SOCKETS = 64
-MAX_SNAPSHOTS = 2
+MAX_SNAPSHOTS, MAX_CLIPS = 2, 8
 _BEARER = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
 SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
@@ -66,8 +66,8 @@ class AppState:
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
         self.outputs = Outputs(serve.output_targets, self.metrics, self.ice_servers)
-        self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
-        """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
+        self.snapshots, self.clips = asyncio.Semaphore(MAX_SNAPSHOTS), asyncio.Semaphore(MAX_CLIPS)
+        """Places for files that are being taken or sent, which lie in memory meanwhile."""
         self.snapshot_key = read_snapshot_key(serve)
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())

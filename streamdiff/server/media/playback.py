@@ -24,6 +24,7 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
+from streamdiff.server.media.clip import KeptFrame, RecentFrames
 from streamdiff.server.media.encoder import Codec, EncodedFrame, EncoderThread, Format, as_rgb
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
@@ -95,12 +96,12 @@ Receiver = Callable[[EncodedFrame], None]
 
 
 class _Stream:
-    """The encoder of one codec, the receivers of its packets, and counts of what was sent."""
+    """The encoder of one codec, the receivers of its packets, the last of these, and counts of what was sent."""
 
     def __init__(self, encoder: EncoderThread, fmt: Format) -> None:
         self.receivers: dict[Receiver, Callable[[float], int | None]] = {}
         """Each with its bandwidth estimate in bit/s at a time, or None."""
-        self.bits = Rate()
+        self.recent, self.bits = RecentFrames(), Rate()
         self.encoder, self.dropped = encoder, CounterDelta()
         self.bitrate = BitrateController(fmt.bitrate_bps)
 
@@ -180,6 +181,13 @@ class Playback:
             self._jpeg_of = weakref.ref(picture)
             self._jpeg = asyncio.create_task(asyncio.to_thread(_encode_jpeg, picture), name="jpeg")
         return await asyncio.shield(self._jpeg)  # one caller that leaves does not take it from the others
+
+    def last(self, seconds: float) -> tuple[Codec, list[KeptFrame]] | None:
+        """What was shown in the last `seconds`, of the codec that has most of them; None where nobody watches."""
+        if not (kept := {codec: stream.recent for codec, stream in self._streams.items() if stream.recent.kept_s}):
+            return None
+        codec = max(kept, key=lambda each: (min(kept[each].kept_s, seconds), each == "h264"))
+        return codec, kept[codec].last(seconds)
 
     def may_skip(self) -> bool:
         """Whether frames may be skipped for a prompt that comes now: not while the media clock is held, nor within
@@ -337,6 +345,8 @@ class Playback:
         self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(stream.encoder.dropped))
         for receiver in stream.receivers:
             receiver(encoded)
+        if stream.recent.put(encoded, held=self.pacer.held):
+            self.request_key(codec)
         if now_s - self._adapted_s >= ADAPT_INTERVAL_S:
             self._adapted_s = now_s
             self._adapt_bitrates(now_s)

@@ -200,8 +200,9 @@ async def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_sl
 
     slots, pc = SlotPool(1, 1.0, "viewers", "serve.max_viewers"), RTCPeerConnection()
     connections = Connections(slots, IceServers([]))
-    await pc.close()
-    slots.take("::1")
-    connections._register(Peer(SimpleNamespace(id="s"), pc, "::1", None))  # type: ignore[arg-type]
+    session = SimpleNamespace(id="s", closed=False)
+    async with connections._admitted(Peer(session, pc, "::1", None)):  # type: ignore[arg-type]
+        assert slots.count == 1
+        await pc.close()
     await asyncio.gather(*connections._closing)
     assert slots.count == 0

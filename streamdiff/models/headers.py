@@ -7,11 +7,12 @@ expected and what is there. Imports no torch: the planner and the web process us
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -29,7 +30,7 @@ _MAX_DIMENSIONS = 16
 _HOW = "write it with safetensors.torch.save_file"
 
 
-_Size = Annotated[int, Field(ge=0, lt=2**63)]
+_Size = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 """Bounded, as sizes are multiplied and printed."""
 
 
@@ -39,13 +40,6 @@ class TensorEntry(BaseModel, frozen=True):
     dtype: str
     shape: Annotated[tuple[_Size, ...], Field(max_length=_MAX_DIMENSIONS)]
     data_offsets: tuple[_Size, _Size]
-
-
-class _Header(BaseModel, extra="allow"):
-    """A file's header as it stands there: tensors by name, and texts."""
-
-    __pydantic_extra__: dict[str, TensorEntry]
-    texts: dict[str, str] = Field({}, alias="__metadata__")
 
 
 @dataclass(frozen=True)
@@ -101,17 +95,37 @@ def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | Non
         raise ConfigError(f"{path}: expected at most {max_bytes:,} bytes, got {file_bytes:,}")
     text = file.read(length)
     try:
-        header = _Header.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        if not problem["loc"]:
-            raise ConfigError(f"{path}: not a safetensors file: its header: {problem['msg']}; {_HOW}") from None
-        name, *place = (str(part)[:80] for part in problem["loc"])
-        wanted = "texts by name" if name == "__metadata__" else "dtype, shape and data_offsets (begin and end)"
-        found = ": ".join([*place[-1:], problem["msg"]])
-        raise ConfigError(f"{path}: {name}: expected {wanted}, but {found}") from None
-    _check_layout(path, header.__pydantic_extra__, file_bytes - LENGTH_BYTES - len(text))
-    return TensorHeader(path, file_bytes, header.__pydantic_extra__, header.texts)
+        tree = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a safetensors file: its header is not JSON: {error}; {_HOW}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: not a safetensors file: its header holds no names; {_HOW}")
+    metadata = tree.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConfigError(f"{path}: __metadata__ must hold texts by name, but is {json.dumps(metadata)[:60]}")
+    entries = {name: _entry(path, name, value) for name, value in tree.items()}
+    _check_layout(path, entries, file_bytes - LENGTH_BYTES - len(text))
+    return TensorHeader(path, file_bytes, entries, metadata)
+
+
+def _entry(path: Path, name: str, value: Any) -> TensorEntry:
+    try:
+        return TensorEntry.model_validate(value)
+    except ValidationError:
+        raise ConfigError(
+            f"{path}: {name}: expected dtype, shape and data_offsets (begin and end), but the header says "
+            f"{json.dumps(value)[:80]}"
+        ) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name that comes twice could be read in two ways."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:60]!r} stands in it twice")
+        found[name] = value
+    return found
 
 
 def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> ConfigError:

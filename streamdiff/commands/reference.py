@@ -329,11 +329,11 @@ def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[Ring, Callable[[], None
     """
     started = rank_process.start_rank(plan, plan.join())
     model, parts = started.head
-    if started.context is None:
+    if started.watch.context is None:
         parts = parts if stages == 1 else local_parts(model, plan.device, stages)
         yield Ring(model, plan.device, parts=parts), lambda: None
         return
-    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.context, plan.config.watchdog_s)
+    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.watch, plan.config.watchdog_s)
     workers.start(ring, lambda: None)
     try:
         yield ring, workers.check

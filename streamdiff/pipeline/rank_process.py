@@ -23,9 +23,9 @@ from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
 from streamdiff.pipeline import balance, load_plan
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
-from streamdiff.pipeline.distributed.heartbeat import HealthMonitor, RankLoop, exit_now, link_fault
+from streamdiff.pipeline.distributed.heartbeat import RankLoop, RankWatch, exit_now, link_fault
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
-from streamdiff.pipeline.distributed.rendezvous import RankContext, StartProgress
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.load_plan import LoadPlan, plan_rank
 from streamdiff.pipeline.planner.kv_budget import RankMemory
@@ -117,13 +117,13 @@ def _load_stage(
         del model, denoiser  # two at once may be more than there is memory for
 
 
-def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progress: StartProgress) -> None:
+def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, watch: RankWatch) -> None:
     """Make the stage's graphs, if the configuration wants them, for as many sessions as keep the ring busy and have
     room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `RankContext.meet`
-    afterwards. Mutates: stage, progress."""
+    afterwards. Mutates: stage, watch."""
     if (kept := plan.preallocated) is not None:
         keep_compiled_code()
-        stage.compile(kept, memory=memory, max_rows=plan.max_rows, on_progress=progress.report)
+        stage.compile(kept, memory=memory, max_rows=plan.max_rows, on_progress=watch.report_graphs)
 
 
 def compile_decoder(plan: LoadPlan, decoder: PictureDecoder | None, threads: int) -> None:
@@ -150,7 +150,7 @@ class StartedRank(NamedTuple):
     loaded: LoadedRank
     parts: RingParts | None
     decode_links: tuple[Sender, Receiver] | None
-    context: RankContext | None
+    watch: RankWatch
     memories: list[RankMemory]
 
     @property
@@ -167,39 +167,29 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
         ConfigError: parts that are missing, or a ring that cannot be built.
     """
     config, device, number = plan.config, plan.device, 0 if context is None else context.rank
-    progress = start_progress(context, config)
+    watch = RankWatch(context, config.stages, config.shares)
     plan = plan_rank(plan, context)
     loaded, place = load_rank(plan, context), StageTopology.of(config, number, device, plan.max_rows)
     if context is not None:
         context.send_memory(loaded.memory)
     parts = links = None
     if loaded.model is not None:
-        parts = connect_stage(loaded.model, place, device, progress.enter)
+        parts = connect_stage(loaded.model, place, device, watch.enter)
         parts.stage.swaps = loaded.swaps
         if context is not None:
             parts.stage.exchange = StoreExchange(context.store)
     else:
         join_edges(place, plan.spec, device)
-    progress.enter("graphs")
+    watch.enter("graphs")
     if config.decode_rank_number and number in (0, config.decode_rank_number):
         links = decode_links(plan.spec, number, config.decode_rank_number, device, plan.pixel_format)
     if parts is not None:
-        compile_stage(plan, parts.stage, loaded.memory, progress)
+        compile_stage(plan, parts.stage, loaded.memory, watch)
     # Beside a stage it has a thread of its own, alone it is the process.
     compile_decoder(plan, loaded.decoder, DECODE_THREADS if parts is not None else torch.get_num_threads())
     memories = [loaded.memory] if context is None else context.receive_memories() if number == 0 else []
-    progress.finish()
-    return StartedRank(plan, loaded, parts, links, context, memories)
-
-
-def start_progress(context: RankContext | None, config: ModelConfig) -> StartProgress:
-    """A start that ends this process when a rank of the ring stands still: its own thread may be what hangs."""
-
-    def end(fault: str) -> None:
-        assert context is not None, "a single rank waits for no other"
-        exit_now(f"rank {context.rank} ends: {fault}")
-
-    return StartProgress(context, config.stages, end, config.shares)
+    watch.ready()
+    return StartedRank(plan, loaded, parts, links, watch, memories)
 
 
 # ---- all ranks but rank 0 --------------------------------------------------------------------------------------------
@@ -234,37 +224,35 @@ def run_rank(plan: LoadPlan) -> None:
         timer, exchange = loops[0].timer if loops else None, StoreExchange(context.store)
         at_once = rank.plan.decode_latents
         loops.append(DecodeWorker(loaded.decoder, receiver, sender, device, at_once, timer, exchange, loaded.swaps))
-    work(loops, context, plan.config.watchdog_s, device)
+    work(loops, rank.watch, plan.config.watchdog_s, device)
     loaded.swaps.close()
 
 
-def work(workers: Sequence[RankLoop], context: RankContext, watchdog_s: float, device: torch.device) -> None:
+def work(workers: Sequence[RankLoop], watch: RankWatch, watchdog_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own. Mutates: the process's signal
     handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_later)
     atexit.register(exit_now)
-    monitor = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), watchdog_s)
-    monitor.start()
+    watch.begin(workers, watchdog_s)
     others = [
-        threading.Thread(target=_run_on_thread, args=(worker, monitor, context, device), daemon=True)
-        for worker in workers[1:]
+        threading.Thread(target=_run_on_thread, args=(worker, watch, device), daemon=True) for worker in workers[1:]
     ]
     for thread in others:
         thread.start()
-    _run(workers[0], monitor, context)
+    _run(workers[0], watch)
     for thread in others:
         thread.join()
-    monitor.finish()
+    watch.finish()
     atexit.unregister(exit_now)
 
 
-def _run_on_thread(worker: RankLoop, monitor: HealthMonitor, context: RankContext, device: torch.device) -> None:
+def _run_on_thread(worker: RankLoop, watch: RankWatch, device: torch.device) -> None:
     """Run a second loop on a thread; the rank ends with it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
     threading.excepthook = _exit_on_error
-    _run(worker, monitor, context)
+    _run(worker, watch)
 
 
 def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
@@ -273,15 +261,17 @@ def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
     exit_now()
 
 
-def _run(worker: RankLoop, monitor: HealthMonitor, context: RankContext) -> None:
+def _run(worker: RankLoop, watch: RankWatch) -> None:
     """Run a loop; if it raises, report the fault to the other ranks, with what was being executed, and re-raise."""
+    assert watch.context is not None, "a worker has others"
+    rank = watch.context.rank
     try:
         worker.run()
     except LinkClosed as error:
-        exit_now(f"rank {context.rank} ends: {monitor.report(link_fault(error, context.rank, worker, monitor))}")
+        exit_now(f"rank {rank} ends: {watch.report(link_fault(error, rank, worker, watch))}")
     except Exception as error:
-        error.add_note(f"on rank {context.rank}, {worker.where()}")
-        monitor.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
+        error.add_note(f"on rank {rank}, {worker.where()}")
+        watch.report(f"rank {rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 

@@ -269,7 +269,7 @@ def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fe
     snapshot, _ = save(pipeline, 0)
     loaded = Fed()
     try:
-        loaded.saving.load(0, snapshot)
+        loaded.resting.load(0, snapshot)
         for each in (pipeline, loaded):
             while not each.made.get(0):
                 each.turn()

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +24,16 @@ from torch import Tensor
 
 from streamdiff.core import MicroStep
 from streamdiff.device import bind
+from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, TransferStream
+from streamdiff.pipeline.decode.decoder_memories import (
+    NO_STREAM,
+    SHAPE_KEY,
+    DecoderMemories,
+    TransferStream,
+    stream_key,
+)
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -36,22 +44,10 @@ from streamdiff.pipeline.distributed.message import (
     SessionUpdate,
     StageMessage,
 )
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, send_state
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
-
-NO_STREAM = -1
-"""A SAVE of it asks for `outlines`."""
-
-
-SHAPE_KEY = "decoder: chunk shape"
-"""Exchange key of a chunk's shape, which the head puts there for the decoding rank."""
-
-
-def stream_key(stream: int) -> str:
-    """Exchange key of a decoder's state of one stream."""
-    return f"decoder: stream {stream}"
 
 
 @dataclass(frozen=True)
@@ -72,44 +68,89 @@ class Piece:
 
 
 Deliver = Callable[[Piece], None]
-SavedMemory = Callable[[], State | None]
-"""Gives what a decoder remembers of a stream once, when it is there; None: not yet. From any thread."""
+SavedMemory = Callable[[], State]
+"""Waits for what a decoder remembers of a stream, and gives it once; where that cannot be had why, as `broken`. From
+any thread. Raises RuntimeError as `LocalExchange.take`."""
 
 
-class Decoding(Protocol):
-    """Decodes latents to pictures, which are delivered from a thread of its own."""
+class Decoding(ABC):
+    """Decodes latents to pictures, which are delivered from a thread of its own. What a decoder remembers of a stream
+    is copied, and put back, as a stage's part of a session is."""
 
-    _error: BaseException | None
+    def __init__(self, deliver: Deliver, wake: Callable[[], None], exchange: LocalExchange) -> None:
+        """`wake` is called, from another thread, when something has gone wrong or a stream has come back; `exchange`
+        leads to the decoder."""
+        self._deliver, self._wake, self._exchange = deliver, wake, exchange
+        self._coming: dict[int, Outcome] = {}  # streams that were asked to come back; NOT_YET: no answer yet
+        self._error: BaseException | None = None
 
+    @abstractmethod
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
 
+    @abstractmethod
+    def _tell(self, kind: MessageKind, update: SessionUpdate) -> None:
+        """Have `DecoderMemories.apply` called with these, after all that was submitted. Does not wait."""
+
+    @abstractmethod
+    def close(self, abandon: bool = False) -> None:
+        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
+        wait for is stuck."""
+
     def forget(self, stream: int) -> None:
         """The stream has ended; what was submitted may still come out."""
+        self._coming.pop(stream, None)
+        self._tell(MessageKind.CLOSE, SessionUpdate(stream))
 
     def save(self, stream: int) -> SavedMemory:
         """What the decoder remembers of a stream after all that was submitted. Does not wait."""
+        self._tell(MessageKind.COPY_OUT, SessionUpdate(stream, saved=True))
+        return partial(self._exchange.take, stream_key(stream))
 
     def load(self, stream: int, state: State) -> None:
-        """Let a stream that has not begun continue from what was saved. Raises ConfigError where it does not fit."""
+        """Let a stream that has not begun continue from what was saved, which is one of `outlines`."""
+        self._exchange.put(stream_key(stream), state)
+        self._tell(MessageKind.PUT_BACK, SessionUpdate(stream, saved=True))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it."""
+        """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it.
+        Raises ConfigError where it cannot be had."""
+        self._exchange.put(SHAPE_KEY, ({}, list(chunk_shape)))
+        outlines = self.save(NO_STREAM)()[1]
+        if not isinstance(outlines, list):
+            raise ConfigError(outlines["broken"])
+        return outlines
 
     def swap_out(self, stream: int) -> None:
         """Keep what the decoder remembers of a stream elsewhere, after all that was submitted, until `swap_in`."""
+        self._tell(MessageKind.COPY_OUT, SessionUpdate(stream))
 
     def swap_in(self, stream: int) -> Outcome:
         """Have it remembered again, before what is submitted later. NOT_YET: call again; never waits."""
+        if stream not in self._coming:
+            self._coming[stream] = Outcome.NOT_YET
+            self._tell(MessageKind.PUT_BACK, SessionUpdate(stream))
+        outcome = self._coming[stream]
+        if outcome is not Outcome.NOT_YET:
+            del self._coming[stream]
+        return outcome
 
     def check(self) -> None:
         """Raises what has gone wrong on the way."""
         if self._error is not None:
             raise self._error
 
-    def close(self, abandon: bool = False) -> None:
-        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
-        wait for is stuck."""
+    def _answered(self, stream: int, outcome: Outcome) -> None:
+        """The answer to what `swap_in` has asked, which asks again after NOT_YET. Mutates: self."""
+        if stream in self._coming:
+            self._coming[stream] = outcome
+            if outcome is Outcome.NOT_YET:
+                self._coming.pop(stream, None)
+            self._wake()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._wake()
 
 
 CPU = torch.device("cpu")
@@ -135,63 +176,44 @@ class LocalDecoding(Decoding):
         timer: DeviceTimer | None = None,
         swaps: SwapStore | None = None,
     ) -> None:
-        """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
-        device's; `at_once` latent frames are decoded by one call; `swaps` is where what is swapped out lies."""
-        self._memories = DecoderMemories(decoder, device, at_once, timer or DeviceTimer.on(device), swaps)
+        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `swaps` is
+        where what is swapped out lies."""
+        super().__init__(deliver, wake, LocalExchange())
+        self._memories = DecoderMemories(
+            decoder, device, at_once, timer or DeviceTimer.on(device), self._exchange, swaps
+        )  # fmt: skip
         self._transfer_stream = self._memories.transfer_stream
-        self._coming: dict[int, Future[Outcome]] = {}
-        self._deliver, self._wake = deliver, wake
-        self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        job = self._pool.submit(self._decode, stream, chunk, latents, self._transfer_stream.mark())
-        job.add_done_callback(self._ended)
+        self._run(self._decode, stream, chunk, latents, self._transfer_stream.mark())
 
-    def forget(self, stream: int) -> None:
-        self._coming.pop(stream, None)
-        self._pool.submit(self._memories.forget, stream)
-
-    def save(self, stream: int) -> SavedMemory:
-        saved: Future[State] = Future()
-        self._pool.submit(self._save_on, stream, saved)
-        return lambda: saved.result() if saved.done() else None
-
-    def load(self, stream: int, state: State) -> None:
-        self._pool.submit(self._memories.load, stream, state).result()
-
-    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        return self._pool.submit(self._memories.outlines, chunk_shape).result()
-
-    def swap_out(self, stream: int) -> None:
-        self._pool.submit(self._memories.swap_out, stream)
-
-    def swap_in(self, stream: int) -> Outcome:
-        if stream not in self._coming:
-            self._coming[stream] = self._pool.submit(self._memories.swap_in, stream)
-        if not self._coming[stream].done():
-            return Outcome.NOT_YET
-        return self._coming.pop(stream).result()
+    def _tell(self, kind: MessageKind, update: SessionUpdate) -> None:
+        self._run(self._apply, kind, update)
 
     def close(self, abandon: bool = False) -> None:
+        self._exchange.close()
         self._pool.shutdown(wait=not abandon, cancel_futures=True)
 
-    def _save_on(self, stream: int, saved: Future[State]) -> None:
-        """Copy a piece; the next one comes behind what was submitted meanwhile. Mutates: saved."""
-        try:
-            state = self._memories.save_on(stream)
-        except Exception as error:
-            saved.set_exception(error)
-            raise
-        if state is None:
-            self._pool.submit(self._save_on, stream, saved)
-        else:
-            saved.set_result(state)
+    def _run(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call it on the thread."""
+        self._pool.submit(call, *arguments).add_done_callback(self._ended)
 
     def _ended(self, job: Future[None]) -> None:
         if not job.cancelled() and (error := job.exception()) is not None:
-            self._error = error
-            self._wake()
+            self._fail(error)
+
+    def _apply(self, kind: MessageKind, update: SessionUpdate) -> None:
+        outcome = self._memories.apply(kind, update)
+        if kind is MessageKind.PUT_BACK:
+            self._answered(update.session, outcome)
+        elif kind is MessageKind.COPY_OUT:
+            self._copy_next()
+
+    def _copy_next(self) -> None:
+        """Copy a piece; the next one comes behind what was submitted meanwhile."""
+        if self._memories.copy_next():
+            self._run(self._copy_next)
 
     def _enter(self) -> None:
         torch.set_num_threads(DECODE_THREADS)
@@ -230,15 +252,11 @@ class RemoteDecoding(Decoding):
         exchange: LocalExchange,
         device: torch.device = CPU,
     ) -> None:
-        """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two. Latents lie on
-        `device`."""
+        """Latents lie on `device`."""
+        super().__init__(deliver, wake, exchange)
         self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
-        self._exchange = exchange
-        self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
-        self._deliver, self._wake = deliver, wake
         self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._device, self._transfer_stream = device, TransferStream(device)
-        self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in ((self._send, "latents"), (self._receive, "pictures"))
@@ -253,41 +271,11 @@ class RemoteDecoding(Decoding):
             (StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._transfer_stream.mark())
         )
 
-    def _queue(self, message: StageMessage) -> None:
-        self._messages.put((message, None))
-
-    def forget(self, stream: int) -> None:
-        self._coming.pop(stream, None)
-        self._queue(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
-
-    def save(self, stream: int) -> SavedMemory:
-        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
-        key = stream_key(stream)
-        return lambda: self._exchange.take(key) if self._exchange.holds(key) else None
-
-    def load(self, stream: int, state: State) -> None:
-        self._exchange.put(stream_key(stream), state)
-        self._queue(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
-
-    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        self._exchange.put(SHAPE_KEY, ({}, list(chunk_shape)))
-        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
-        outlines: list[Any] = self._exchange.take(stream_key(NO_STREAM))[1]
-        return outlines
-
-    def swap_out(self, stream: int) -> None:
-        self._queue(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
-
-    def swap_in(self, stream: int) -> Outcome:
-        if stream not in self._coming:
-            self._coming[stream] = None
-            self._queue(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
-        if self._coming[stream] is None:
-            return Outcome.NOT_YET
-        return self._coming.pop(stream) or Outcome.DONE
+    def _tell(self, kind: MessageKind, update: SessionUpdate) -> None:
+        self._messages.put((StageMessage(kind, (), update), None))
 
     def close(self, abandon: bool = False) -> None:
-        self._queue(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
+        self._tell(MessageKind.STOP, SessionUpdate(0))
         for thread in self._threads:
             thread.join(0.0 if abandon else LEAVE_S)
 
@@ -322,16 +310,11 @@ class RemoteDecoding(Decoding):
     def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
         """Handle an answer of the other rank about a stream: swapped in, or why a chunk, whose number is in
         `about.epoch`, could not be decoded."""
-        if kind is not MessageKind.SWAP_IN:
+        if kind is MessageKind.PUT_BACK:
+            self._answered(about.session, about.outcome)
+        else:
             why = self._exchange.pop_text(_fault_key(about.session)) or f"decoding chunk {about.epoch} failed"
             self._deliver(Piece.failed(about.session, about.epoch, why))
-        elif about.session in self._coming:
-            self._coming[about.session] = about.outcome
-            self._wake()
-
-    def _fail(self, error: LinkClosed) -> None:
-        self._error = error
-        self._wake()
 
 
 class DecodeWorker(RankLoop):
@@ -352,46 +335,26 @@ class DecodeWorker(RankLoop):
         leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
         super().__init__(receiver, sender, timer or DeviceTimer.on(device))
         self._exchange = exchange or LocalExchange()
-        self._memories = DecoderMemories(decoder, device, at_once, self.timer, swaps)
-        self._saving: deque[int] = deque()  # streams
-        self._to_head = ThreadPoolExecutor(1, "to head")
+        self._memories = DecoderMemories(decoder, device, at_once, self.timer, self._exchange, swaps)
 
     def run(self) -> None:
         self._memories.transfer_stream.enter()  # also what the receiver uploads
-        while (message := self._next()) is None or message.kind is not MessageKind.STOP:
+        copying = False  # for the head, a piece with each turn
+        while (message := self.receiver.receive(0.0 if copying else None)) is None or (
+            message.kind is not MessageKind.STOP
+        ):
             if message is not None and message.update is not None:
-                self._update(message.kind, message.update.session)
+                self._apply(message.kind, message.update)
             elif message is not None:
                 self._decode(message)
+            copying = self._memories.copy_next()
         self.sender.send(message)
         self.close_links()
 
-    def _next(self) -> StageMessage | None:
-        """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""
-        message = self.receiver.receive(0.0 if self._saving else None)
-        if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
-            key = stream_key(self._saving.popleft())
-            self._to_head.submit(send_state, self._exchange, key, lambda: state)
-        return message
-
-    def _update(self, kind: MessageKind, stream: int) -> None:
-        """Apply an update of the head to a stream's decoder state. Mutates: self."""
-        match kind:
-            case MessageKind.CLOSE:
-                self._memories.forget(stream)
-            case MessageKind.SAVE if stream == NO_STREAM:
-                shape = tuple(self._exchange.take(SHAPE_KEY)[1])
-                self._exchange.put(stream_key(stream), ({}, self._memories.outlines(shape)))
-            case MessageKind.SAVE:  # what is decoded from here on is not in it
-                self._memories.begin_save(stream)
-                self._saving.append(stream)
-            case MessageKind.LOAD:
-                self._memories.load(stream, self._exchange.take(stream_key(stream)))
-            case MessageKind.SWAP_OUT:
-                self._memories.swap_out(stream)
-            case MessageKind.SWAP_IN:
-                outcome = self._memories.swap_in(stream)
-                self.sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
+    def _apply(self, kind: MessageKind, update: SessionUpdate) -> None:
+        outcome = self._memories.apply(kind, update)
+        if kind is MessageKind.PUT_BACK and not update.saved:
+            self.sender.send(StageMessage(kind, (), replace(update, outcome=outcome)))
 
     def _decode(self, message: StageMessage) -> None:
         (row,) = message.rows

@@ -271,9 +271,9 @@ def test_a_session_whose_caches_are_the_pools_is_saved_and_swapped_as_any(
     saved, tree = copy.result()
     assert all(tensor.is_contiguous() for tensor in saved.values())
     assert torch.equal(walk.restored(saved, tree).state.key, expected)
-    stage.swap_out(1)
+    stage.mover.copy_out(SessionUpdate(1))
     stage.open(2, steps=4, kv_context="clean")
-    assert stage.swap_in(SessionUpdate(1, 0, 0, 4, "clean")) is Outcome.DONE
+    assert stage.mover.put_back(SessionUpdate(1, 0, 0, 4, "clean")) is Outcome.DONE
     assert torch.equal(stage.sessions[1].state.key, expected)
     assert not stage.sessions[2].state.key.any()
 

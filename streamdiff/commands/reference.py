@@ -569,10 +569,10 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
         first = read_first_steps(
             job.first_steps, spec.chunk_latents, steps=steps, chunks=job.chunks, with_video=with_video
         )
-        sigmas, noise_level = first.sigmas, first.noise_level
+        timesteps, sigmas = first["timesteps"], first.get("sigmas")
         if sigmas is None:
-            sigmas = levels_of(first.timesteps.flatten(), schedule).view_as(first.timesteps)
-        levels = StepLevels(first.timesteps, sigmas)
+            sigmas = levels_of(timesteps.flatten(), schedule).view_as(timesteps)
+        levels, noise_level = StepLevels(timesteps, sigmas), first["noise_level"][:, 0] if with_video else None
     return ReferenceRun(
         embeddings,
         job.chunks,

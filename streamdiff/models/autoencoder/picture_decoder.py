@@ -1,5 +1,5 @@
-"""Latents to pictures, by steps: what a stream remembers goes in and comes out as tensors, so that a step can be
-compiled.
+"""What every autoencoder can do (`VideoAutoencoder`); and latents to pictures, by steps: what a stream remembers goes
+in and comes out as tensors, so that a step can be compiled.
 
 A *past* is what a stream remembers, by the number of the layer that will look at it: a tensor; None where the layer has
 seen nothing; or a word that the layer itself has left there. A step changes none of what it is given.

@@ -223,7 +223,7 @@ async def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -
         with pytest.MonkeyPatch.context() as patched:
             asked: list[EncoderThread] = []
             patched.setattr(EncoderThread, "request_key", lambda encoder: asked.append(encoder))
-            fanout.attach("h264", viewer.sender)
+            fanout.attach("h264", viewer.sender.put)
         assert asked, "as it joins, and not with the first picture that it cannot use"
         pictures = _figure(site, "encode_seconds_count")
         for _ in range(20):

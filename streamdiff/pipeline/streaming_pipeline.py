@@ -22,7 +22,7 @@ from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece, RemoteDecoding
+from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
@@ -335,10 +335,10 @@ class StreamingPipeline(Ring):
     def _decode_where(self, model: Model, workers: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
         stage = self.stage
         if workers is not None and (links := workers.decode_links) is not None:
-            return RemoteDecoding(*links, model.spec, self._deliver, self.wake, stage.exchange, stage.device)
+            return Decoding.elsewhere(*links, self._deliver, self.wake, stage.exchange, stage.device)
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        return LocalDecoding(
+        return Decoding.here(
             model.decoder, self._deliver, self.wake, device, at_once, self.worker.timer, stage.swaps
         )  # fmt: skip
 

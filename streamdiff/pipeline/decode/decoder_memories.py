@@ -31,15 +31,15 @@ class DecoderMemories:
     def __init__(
         self,
         decoder: PictureDecoder,
-        device: torch.device,
+        stream: TransferStream,
         at_once: int,
         timer: DeviceTimer,
         swaps: SwapStore | None = None,
     ) -> None:
-        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `swaps` is
-        where what is swapped out lies, None: one that is made here."""
-        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(device)
-        self.transfer_stream = TransferStream(device)
+        """`stream` is on the decoder's device, `timer` that device's; `at_once` latent frames are decoded by one call;
+        `swaps` is where what is swapped out lies, None: one that is made here."""
+        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(stream.device)
+        self.transfer_stream = stream
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
         self._copies: dict[int, HostCopy] = {}  # of streams that are being saved
@@ -87,14 +87,14 @@ class DecoderMemories:
             self._copies[stream] = HostCopy(self._swaps.copies, memory)
 
     def save_on(self, stream: int) -> State | None:
-        """What was remembered of a stream when the save began, with the first call if not before, copied a piece with
-        each call: None before the last. Where it is lost, why, as `broken`. Mutates: self."""
+        """What was remembered of a stream when the save began, copied a piece with each call: None before the last.
+        Where it is lost, why, as `broken`. Mutates: self."""
         if stream not in self._copies and _swapped(stream) in self._swaps:
             try:
                 return self._swaps.read(_swapped(stream))
             except Lost as error:
                 return {}, {"broken": f"what the decoder remembered is lost: {error}"}
-        if stream not in self._copies:
+        if stream not in self._copies:  # another save of it has just ended
             self.begin_save(stream)
         copy = self._copies[stream]
         done = copy.go_on(_PIECE)
@@ -127,6 +127,7 @@ class TransferStream:
     and no forward waits for decoding."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._finite = torch.empty((), dtype=torch.bool, pin_memory=self._stream is not None)

@@ -145,7 +145,10 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
         ConfigError: parts that are missing, or a ring that cannot be built.
     """
     config, device, number = plan.config, plan.device, 0 if context is None else context.rank
-    progress = start_progress(context, config)
+    # A rank of the ring that stands still ends this process: its own thread may be what hangs.
+    progress = StartProgress(
+        context, config.stages, lambda fault: exit_now(f"rank {number} ends: {fault}"), config.shares
+    )  # fmt: skip
     plan = plan_rank(plan, context)
     loaded, place = load_rank(plan), StageTopology.of(config, number, device, plan.max_rows)
     if context is not None:
@@ -168,16 +171,6 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
     memories = [loaded.memory] if context is None else context.receive_memories() if number == 0 else []
     progress.finish()
     return StartedRank(plan, loaded, parts, links, context, memories)
-
-
-def start_progress(context: RankContext | None, config: ModelConfig) -> StartProgress:
-    """A start that ends this process when a rank of the ring stands still: its own thread may be what hangs."""
-
-    def end(fault: str) -> None:
-        assert context is not None, "a single rank waits for no other"
-        exit_now(f"rank {context.rank} ends: {fault}")
-
-    return StartProgress(context, config.stages, end, config.shares)
 
 
 # ---- all ranks but rank 0 --------------------------------------------------------------------------------------------
@@ -256,10 +249,11 @@ def _run(worker: RankLoop, monitor: HealthMonitor, context: RankContext) -> None
     try:
         worker.run()
     except LinkClosed as error:
-        exit_now(f"rank {context.rank} ends: {monitor.report(link_fault(error, context.rank, worker, monitor))}")
+        fault = context.report_fault(link_fault(error, context.rank, worker, monitor))
+        exit_now(f"rank {context.rank} ends: {fault}")
     except Exception as error:
         error.add_note(f"on rank {context.rank}, {worker.where()}")
-        monitor.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
+        context.report_fault(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 

@@ -90,9 +90,8 @@ class StreamingPipeline(Ring):
         self._finished_costs: list[float] = []  # of the chunks that this step finished
         self.on_fault: OnFault = fail_all
         """Called within `step` with a session that has failed and is to be closed, and why."""
-        self.failed: set[int] = set()
         self._decoding_streak = Streak()
-        self.faults.on_fault = self._fail
+        self.faults.on_fault = lambda session, why: self.on_fault(session, why)
         self.decoding = self._decode_where(model, workers, device, at_once)
         self.notify(self.wake)
         if workers is not None:
@@ -346,7 +345,6 @@ class StreamingPipeline(Ring):
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
         from here. Mutates: self."""
         self._end(session)
-        self.failed.discard(session)
         stream = self.streams[session] = StreamProgress(next(self._numbers), session, background)
         self.video.begin_again(session, self.sampler.sessions[session])
         given = self.sampler.sessions[session].given_latents
@@ -404,16 +402,9 @@ class StreamingPipeline(Ring):
     def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
         """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
         Mutates: self."""
-        if stream.session not in self.failed:
-            name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
-            why = self.stage.exchange.pop_text(name) or piece.fault
-            self._decoding_streak.record_failure(why)
-            self._fail(stream.session, why)
-
-    def _fail(self, session: int, why: str) -> None:
-        if session not in self.failed:
-            self.failed.add(session)
-            self.on_fault(session, why)
+        name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
+        why = self.stage.exchange.pop_text(name) or piece.fault
+        self.faults.fail_session(stream.session, why, self._decoding_streak)
 
     def _look(self) -> None:
         """Re-raise a decoding error on the caller's thread."""

@@ -6,10 +6,8 @@ import atexit
 import threading
 from collections.abc import Callable
 
-from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.pipeline.distributed.heartbeat import (
-    HEARTBEAT_S,
     LEAVE_S,
     HealthMonitor,
     Heartbeat,
@@ -59,7 +57,9 @@ class WorkerGroup:
         """The failure behind a closed link: the first fault reported, else that the neighbour is gone."""
         self._fault = str(error)  # a signal may come while it is found out who is gone: the ring has no orderly end
         reported = self._watch.fault(_NOTICE_S)
-        self._fault = reported or self._watch.report(link_fault(error, self.context.rank, self._watch, self._watch))
+        self._fault = reported or self.context.report_fault(
+            link_fault(error, self.context.rank, self._watch, self._watch)
+        )  # fmt: skip
         return self._failure(self._fault)
 
     def _failure(self, fault: str) -> EngineFailure:
@@ -81,13 +81,7 @@ class WorkerGroup:
 
     def hear(self) -> None:
         """Wait for a new heartbeat of every rank, or a fault; at most `LEAVE_S`."""
-        known = {rank: beat.number for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank))}
-        end_s = clock.monotonic_s() + LEAVE_S
-        for rank in range(self.context.ranks):
-            while (beat := self._watch.last_heartbeat(rank)) is None or beat.number <= known.get(rank, 0):
-                if self._fault is not None or clock.monotonic_s() >= end_s:
-                    return
-                threading.Event().wait(HEARTBEAT_S / 10)
+        self._watch.await_heartbeats(range(self.context.ranks), LEAVE_S)
 
     def leave(self) -> None:
         """End the ring: in order where it is whole, else at once."""
@@ -98,7 +92,7 @@ class WorkerGroup:
         except LinkClosed as error:
             raise self.broken(error) from error
         self._watch.finish()
-        self._watch.await_ends(LEAVE_S)
+        self._watch.await_heartbeats(range(self.context.ranks), LEAVE_S, last=True)  # they need the store until then
         atexit.unregister(exit_now)
 
     def _on_fault(self, fault: str) -> None:

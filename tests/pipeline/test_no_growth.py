@@ -12,7 +12,7 @@ import torch
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode import decode_worker
-from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
+from streamdiff.pipeline.decode.decode_worker import DecodeWorker
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
@@ -92,13 +92,13 @@ def test_noise_that_no_clean_pass_takes_does_not_stay(kv_context: str) -> None:
 
 
 def test_the_decoding_side_is_flat_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[DecoderMemories] = []
+    made: list[DecodeWorker] = []
 
-    def noted(*given: Any) -> DecoderMemories:
-        made.append(DecoderMemories(*given))
+    def noted(*given: Any) -> DecodeWorker:
+        made.append(DecodeWorker(*given))
         return made[-1]
 
-    monkeypatch.setattr(decode_worker, "DecoderMemories", noted)
+    monkeypatch.setattr(decode_worker, "DecodeWorker", noted)
     model = small_model(6, layers=1)
     runtime = StreamingPipeline(model, CPU)
     runtime.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context="clean")
@@ -111,7 +111,7 @@ def test_the_decoding_side_is_flat_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     play(40)
     gc.collect()
-    stream, memories = runtime.streams[0], made[0]._memories
+    stream, memories = runtime.streams[0], made[0].memories
     size, memory, files = walk.nbytes(memories[stream.number]), PROCESS.memory_info().rss, PROCESS.num_fds()
     play(120)
     gc.collect()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.decode import decoder_memories
+from streamdiff.pipeline.decode import decode_worker
 from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed import state_exchange
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
@@ -158,7 +158,7 @@ def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
 def test_what_a_decoder_remembers_is_copied_by_and_by_and_what_is_decoded_meanwhile_is_not_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decoder_memories, "_PIECE", 64)
+    monkeypatch.setattr(decode_worker, "_PIECE", 64)
 
     def remembered(further: bool) -> dict[str, Tensor]:
         """After one chunk; `further` ones of this stream and another follow at once."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from streamdiff.core import MicroStep
 from streamdiff.device import bind
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
+from streamdiff.errors import NOT_FINITE
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory_outlines
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, TransferStream
+from streamdiff.pipeline.decode.picture_transfer import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
@@ -37,15 +39,16 @@ from streamdiff.pipeline.distributed.message import (
     SessionUpdate,
     StageMessage,
 )
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, send_state
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, readiness, send_state
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
-from streamdiff.session_state.swap_store import SwapStore
+from streamdiff.session_state import walk
+from streamdiff.session_state.swap_store import HostCopy, Lost, SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
 
 NO_STREAM = -1
 """A SAVE of it asks for `outlines`."""
-
-
+_PIECE = 1 << 24
+"""Bytes of what is remembered that are copied between two decodes."""
 SHAPE_KEY = "decoder: chunk shape"
 """Exchange key of a chunk's shape, which the head puts there for the decoding rank."""
 
@@ -53,6 +56,11 @@ SHAPE_KEY = "decoder: chunk shape"
 def stream_key(stream: int) -> str:
     """Exchange key of a decoder's state of one stream."""
     return f"decoder: stream {stream}"
+
+
+def _swapped(stream: int) -> str:
+    """Name of a stream's decoder state in a swap store."""
+    return f"decoder {stream}"
 
 
 def _fault_key(stream: int) -> str:
@@ -290,7 +298,8 @@ class _WorkersEnd(Sender):
 
 
 class DecodeWorker(RankLoop):
-    """Decodes for the head until it gets the end message."""
+    """Decodes for the head until it gets the end message: the decoder, and what it remembers of each stream, kept,
+    saved, swapped out and in."""
 
     def __init__(
         self,
@@ -305,16 +314,21 @@ class DecodeWorker(RankLoop):
         stream: TransferStream | None = None,
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
-        leads to the head, None: within this process; `swaps` is where what is swapped out lies; on `stream` it decodes,
-        None: one that is made here."""
+        leads to the head, None: within this process; `swaps` is where what is swapped out lies, and on `stream` it
+        decodes; None: one that is made here."""
         super().__init__(receiver, sender, timer or DeviceTimer.on(device))
-        self._exchange = exchange or LocalExchange()
-        self._memories = DecoderMemories(decoder, stream or TransferStream(device), at_once, self.timer, swaps)
+        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(device)
+        self._exchange, self._transfer_stream = exchange or LocalExchange(), stream or TransferStream(device)
+        self._timed = self.timer.stream()
+        self.memories: dict[int, Any] = {}
+        """What the decoder remembers, by stream."""
+        self._copies: dict[int, HostCopy] = {}  # of streams that are being saved
         self._saving: deque[int] = deque()  # streams
+        self._outlines: list[Any] = []
         self._to_head = ThreadPoolExecutor(1, "to head")
 
     def run(self) -> None:
-        self._memories.transfer_stream.enter()  # also what the receiver uploads
+        self._transfer_stream.enter()  # also what the receiver uploads
         while (message := self._next()) is None or message.kind is not MessageKind.STOP:
             if message is not None and message.update is not None:
                 self._update(message.kind, message.update.session)
@@ -326,35 +340,82 @@ class DecodeWorker(RankLoop):
     def _next(self) -> StageMessage | None:
         """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""
         message = self.receiver.receive(0.0 if self._saving else None)
-        if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
+        if self._saving and (state := self._save_on(self._saving[0])) is not None:
             key = stream_key(self._saving.popleft())
             self._to_head.submit(send_state, self._exchange, key, lambda: state)
         return message
 
     def _update(self, kind: MessageKind, stream: int) -> None:
-        """Apply an update of the head to a stream's decoder state. Mutates: self."""
+        """Apply an update of the head to what is remembered of a stream. Mutates: self."""
         match kind:
             case MessageKind.CLOSE:
-                self._memories.forget(stream)
+                self.memories.pop(stream, None)
+                self._swaps.drop(_swapped(stream))
             case MessageKind.SAVE if stream == NO_STREAM:
                 shape = tuple(self._exchange.take(SHAPE_KEY)[1])
-                self._exchange.put(stream_key(stream), ({}, self._memories.outlines(shape)))
+                self._exchange.put(stream_key(stream), ({}, self._outlined(shape)))
             case MessageKind.SAVE:  # what is decoded from here on is not in it
-                self._memories.begin_save(stream)
+                if _swapped(stream) not in self._swaps:
+                    self._begin_save(stream)
                 self._saving.append(stream)
             case MessageKind.LOAD:
-                self._memories.load(stream, self._exchange.take(stream_key(stream)))
-            case MessageKind.SWAP_OUT:
-                self._memories.swap_out(stream)
+                state = self._exchange.take(stream_key(stream))
+                self.memories[stream] = walk.load(self._decoder.new_memory(), *state, self._decoder.network.device)
+            case MessageKind.SWAP_OUT if stream in self.memories:
+                self._swaps.put(_swapped(stream), self.memories.pop(stream))
             case MessageKind.SWAP_IN:
-                outcome = self._memories.swap_in(stream)
+                outcome = self._swap_in(stream)
                 self.sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
 
+    def _swap_in(self, stream: int) -> Outcome:
+        """Restore what is remembered of a stream, or drop it if lost. Mutates: self."""
+        name = _swapped(stream)
+        if name not in self._swaps:  # it had none
+            return Outcome.DONE
+        outcome = readiness(self._swaps, name)
+        if outcome is Outcome.LOST:
+            self._swaps.drop(name)
+        elif outcome is Outcome.DONE:
+            self.memories[stream] = self._swaps.take(name, self._decoder.new_memory())
+            self._swaps.follow()
+        return outcome
+
+    def _begin_save(self, stream: int) -> None:
+        memory = self.memories[stream] if stream in self.memories else self._decoder.new_memory()
+        self._copies[stream] = HostCopy(self._swaps.copies, memory)
+
+    def _save_on(self, stream: int) -> State | None:
+        """What was remembered of a stream when the save began, copied a piece with each call: None before the last.
+        Where it is lost, why, as `broken`. Mutates: self."""
+        if stream not in self._copies and _swapped(stream) in self._swaps:
+            try:
+                return self._swaps.read(_swapped(stream))
+            except Lost as error:
+                return {}, {"broken": f"what the decoder remembered is lost: {error}"}
+        if stream not in self._copies:  # another save of it has just ended
+            self._begin_save(stream)
+        copy = self._copies[stream]
+        done = copy.go_on(_PIECE)
+        state = copy.result()  # the next piece is not to be in the way of a decode on its way to the device
+        if not done:
+            return None
+        del self._copies[stream]
+        return state
+
+    def _outlined(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        """See `memory_outlines`. Decodes some chunks of nothing, once."""
+        if not self._outlines:
+            latents = torch.zeros((1, *chunk_shape), device=self._decoder.network.device)
+            decode = partial(self._decoder.decode, latents)
+            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1])
+        return self._outlines
+
     def _decode(self, message: StageMessage) -> None:
+        """Decode a chunk, and answer with its pictures, or that it failed. Mutates: self."""
         (row,) = message.rows
         self.now = message
         try:
-            for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, message.tensors[0][0])):
+            for index, pictures in enumerate(self._pictures(row.session, row.chunk, message.tensors[0][0])):
                 rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
                 self.sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         except ROW_ERRORS as error:
@@ -363,6 +424,21 @@ class DecodeWorker(RankLoop):
             self.sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
         self.done += 1
         self.now, self.last = None, message
+
+    def _pictures(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
+        """Pictures of each latent frame, see `decode_chunk`. Mutates: self."""
+        if stream not in self.memories:
+            self.memories[stream] = self._decoder.new_memory()
+        if stream in self._copies:
+            self._copies[stream].go_on()
+            self._swaps.follow()
+        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._transfer_stream.finite(latents)
+        for pictures in decode_chunk(
+            self._decoder, latents, self.memories[stream], self._transfer_stream, self._at_once, timed
+        ):  # fmt: skip
+            if not finite():
+                raise ArithmeticError(f"its latents are {NOT_FINITE}")
+            yield pictures
 
     def where(self) -> str:
         at = self.now or self.last

@@ -108,10 +108,6 @@ class HealthMonitor:
         self._thread.join()
         self._send_heartbeat(ended=True)
 
-    def report(self, fault: str) -> str:
-        """Report a fault to all ranks; returns the first one reported by any."""
-        return self._context.report_fault(fault)
-
     def fault(self, wait_s: float = 0.0) -> str | None:
         """The fault that ends the ring, if there is one; waits up to `wait_s` for it."""
         end_s = clock.monotonic_s() + wait_s
@@ -130,22 +126,18 @@ class HealthMonitor:
             return None
         return Heartbeat(**json.loads(self._context.store.get(key)))
 
-    def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that send no heartbeat within `_SILENT_S`; returns early if all do, or at a fault."""
-        known = {rank: self.last_heartbeat(rank) for rank in ranks}
-        end_s = clock.monotonic_s() + _SILENT_S
-        while (left := [rank for rank in ranks if self.last_heartbeat(rank) == known[rank]]) and (
-            clock.monotonic_s() < end_s and self.fault() is None
-        ):
+    def await_heartbeats(self, ranks: Sequence[int], limit_s: float, last: bool = False) -> list[int]:
+        """Those of `ranks` that send no further heartbeat within `limit_s`, or with `last` not their last one; returns
+        early if all do, or at a fault."""
+        known, end_s = {rank: self.last_heartbeat(rank) for rank in ranks}, clock.monotonic_s() + limit_s
+
+        def awaited(rank: int) -> bool:
+            beat = self.last_heartbeat(rank)
+            return (beat is None or not beat.ended) if last else beat == known[rank]
+
+        while (left := list(filter(awaited, ranks))) and clock.monotonic_s() < end_s and self.fault() is None:
             threading.Event().wait(HEARTBEAT_S / 10)
         return left
-
-    def await_ends(self, limit_s: float) -> None:
-        """Wait at most `limit_s` for the final heartbeat of all ranks: they need the store until then."""
-        end_s = clock.monotonic_s() + limit_s
-        for rank in range(self._context.ranks):
-            while ((beat := self.last_heartbeat(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:
-                threading.Event().wait(HEARTBEAT_S / 10)
 
     def _send_heartbeat(self, ended: bool = False) -> None:
         self._number += 1
@@ -157,19 +149,19 @@ class HealthMonitor:
         # Of ranks that wait for each other in a forward, the one that says nothing is found first.
         own = [(each, _Stillness((2 if each.awaits_others else 1) * self._watchdog_s)) for each in self._workers]
         other = _Stillness(self._watchdog_s)
-        parent = os.getppid()
-        after = (self._context.rank + 1) % self._context.ranks
+        parent, report, rank = os.getppid(), self._context.report_fault, self._context.rank
+        after = (rank + 1) % self._context.ranks
         try:
             while not self._ended.wait(HEARTBEAT_S):
                 self._send_heartbeat()
                 for worker, still in own:
                     if still.lasts((worker.done, worker.now is None), worker.now is not None):
-                        self.report(f"rank {self._context.rank} hangs: {self._watchdog_s:g} s {worker.where()}")
+                        self._context.report_fault(f"rank {rank} hangs: {self._watchdog_s:g} s {worker.where()}")
                 if (stuck := self._timer.stuck(clock.monotonic_s(), self._watchdog_s)) is not None:
-                    self.report(f"rank {self._context.rank} hangs: {stuck}")
+                    report(f"rank {rank} hangs: {stuck}")
                 beat = self.last_heartbeat(after)
                 if beat is not None and other.lasts(beat.number, not beat.ended):
-                    self.report(f"rank {after} hangs: silent for {self._watchdog_s:g} s {beat.where}")
+                    report(f"rank {after} hangs: silent for {self._watchdog_s:g} s {beat.where}")
                     _kill(beat)
                 fault = self.fault() if os.getppid() == parent else "the launcher of the ranks is gone"
                 if fault is not None:
@@ -182,7 +174,9 @@ class HealthMonitor:
 def link_fault(error: LinkClosed, rank: int, worker: RankLoop | HealthMonitor, monitor: HealthMonitor) -> str:
     """The fault that a closed link means, as `rank` reports it. Where an exchange among several ranks ended it is asked
     which of them still say something."""
-    peers = monitor.silent(error.peers) or error.peers if isinstance(error, GroupBroken) else (error.peer,)
+    peers: Sequence[int | None] = (error.peer,)
+    if isinstance(error, GroupBroken):
+        peers = monitor.await_heartbeats(error.peers, _SILENT_S) or error.peers
     return f"rank {', '.join(map(str, peers))} is gone ({error}); rank {rank} noticed it {worker.where()}"
 
 

@@ -268,7 +268,7 @@ class RingSaving:
             pipeline.tell(MessageKind.LOAD, SessionUpdate(session))
             while occupied(pipeline, session):
                 frames += pipeline.step(_REST_WAIT_S)
-            if session in pipeline.failed:
+            if session in pipeline.faults.failed_sessions:
                 raise ConfigError("the session has failed meanwhile")
         except (ConfigError, RequestError, RecursionError) as error:
             pipeline.undelivered += frames

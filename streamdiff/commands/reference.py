@@ -28,7 +28,7 @@ from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling, tensor_file
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
 from streamdiff.models.loader import ModelLoader, load_text_encoder
@@ -294,7 +294,7 @@ def run(job: ReferenceJob) -> int:
             if reading.notice:
                 print(reading.notice)
             reference = replace(reference, embeddings=text.encode(reading.text))
-        decoder = None if job.no_decode else PictureDecoder(load_decoder(model.found_vae, plan.device))
+        decoder = None if job.no_decode else PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -327,11 +327,11 @@ def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[Ring, Callable[[], None
     """
     started = rank_process.start_rank(plan, plan.join())
     model, parts = started.head
-    if started.context is None:
+    if started.watch.context is None:
         parts = parts if stages == 1 else local_parts(model, plan.device, stages)
         yield Ring(model, plan.device, parts=parts), lambda: None
         return
-    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.context, plan.config.watchdog_s)
+    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.watch, plan.config.watchdog_s)
     workers.start(ring, lambda: None)
     try:
         yield ring, workers.check
@@ -594,7 +594,7 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
 def _read_chunks(path: Path, spec: ModelSpec) -> Tensor:
     """Latents `[n, C, F, h, w]` of a file that has them so, or as a clip: what is left over of a last chunk is not
     used, as chunks that are not asked for."""
-    latents = tensor_file.read_latents(path, spec.chunk_shape, whole=True)
+    latents = tensor_file.read_latents(path, spec.chunk_shape)
     if latents.ndim == 4:
         count = latents.shape[1] // spec.chunk_latents
         latents = latents[:, : count * spec.chunk_latents].unflatten(1, (count, spec.chunk_latents)).transpose(0, 1)

@@ -30,13 +30,11 @@ from streamdiff.models.headers import (
     FileSpec,
     FreeDim,
     Shape,
-    TensorSpec,
     check_contract,
     latents_contract,
     noise_contract,
     parse_header,
     prompt_embeds_contract,
-    video_contract,
 )
 from streamdiff.models.sampling import TIMESTEPS
 
@@ -97,23 +95,13 @@ def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor) 
         raise ConfigError(f"{path}: {name} is for {len(tensor)} chunks, and {other} for {len(of)}")
 
 
-def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1, whole: bool = False) -> Tensor:
-    """Latents `[chunks, C, f, h, w]`, with `whole` also `[C, F, h, w]`, float32; `chunk_shape` may have `FreeDim`
-    sizes.
+def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
+    """Latents `[chunks, C, f, h, w]` or `[C, F, h, w]`, float32; `chunk_shape` may have `FreeDim` sizes.
 
     Raises:
         ConfigError: see `read` and `latents_contract`.
     """
-    return read(path, latents_contract(chunk_shape, chunks=chunks, whole=whole))["latents"]
-
-
-def read_video(path: Path) -> Tensor:
-    """Frames `[3, F, H, W]`, float32.
-
-    Raises:
-        ConfigError: see `read` and `video_contract`.
-    """
-    return read(path, video_contract())["video"]
+    return read(path, latents_contract(chunk_shape, chunks=chunks))["latents"]
 
 
 def not_finite(tensor: Tensor) -> str:
@@ -251,10 +239,10 @@ def first_steps_contract(frames: int, *, steps: int, chunks: int, with_video: bo
     then. `frames` latent frames of a chunk; the file must hold at least `chunks` chunks."""
     count = FreeDim("chunks", chunks)
     shapes = ((count,), (count, frames), (count, steps, frames))
-    tensors = [TensorSpec("timesteps", shapes), TensorSpec("sigmas", shapes, required=False)]
+    tensors: dict[str, tuple[Shape, ...]] = {"timesteps": shapes, "sigmas": shapes}
     if with_video:
-        tensors.append(TensorSpec("noise_level", ((count,), (count, frames))))
-    return FileSpec(_WHAT if with_video else f"{_WHAT}, without --video-latents", tuple(tensors))
+        tensors["noise_level"] = (count,), (count, frames)
+    return FileSpec(_WHAT if with_video else f"{_WHAT}, without --video-latents", tensors, ("sigmas",))
 
 
 def read_first_steps(path: Path, frames: int, *, steps: int, chunks: int, with_video: bool) -> FirstSteps:
@@ -274,13 +262,11 @@ def read_first_steps(path: Path, frames: int, *, steps: int, chunks: int, with_v
         )
     if level is not None:
         _check_count(path, "noise_level", level, "timesteps", timesteps)
-    for name, values, high in (("timesteps", timesteps, TIMESTEPS), ("sigmas", sigmas, 1.0), ("noise_level", level, 1)):
-        if values is not None:
-            _check_range(path, name, values, high)
+    for name, values in found.items():
+        _check_range(path, name, values, TIMESTEPS if name == "timesteps" else 1.0)
+    by_frame = {name: _by_frame(values, frames) for name, values in found.items()}
     return FirstSteps(
-        _by_frame(timesteps, frames),
-        None if sigmas is None else _by_frame(sigmas, frames),
-        None if level is None else _by_frame(level, frames)[:, 0],
+        by_frame["timesteps"], by_frame.get("sigmas"), by_frame["noise_level"][:, 0] if with_video else None
     )
 
 

@@ -44,8 +44,8 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     blocks += [0] * (config.ranks - config.stage_ranks)
     preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
     itemsize, workers = model.denoiser.dtype.itemsize, None
-    if started.context is not None:
-        workers = WorkerGroup(started.context, config.watchdog_s, started.decode_links)
+    if started.watch.context is not None:
+        workers = WorkerGroup(started.watch, config.watchdog_s, started.decode_links)
     pipeline = StreamingPipeline(
         model, device, config.step_count, config.kv_context, max_rows=plan.max_rows, parts=parts,
         workers=workers,

@@ -288,9 +288,9 @@ def try_kernels(
     kernels, choices = Kernels(config.attention, config.quantize), list[resolve.Choice]()
     if kernels.attention == "auto":
         shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, sizes.window_tokens(config.kv_context))
-        trial = attention_backend.try_attention(shape, device, dtype)
-        choices.append(resolve.Choice("attention", trial.fastest, trial.reason))
-        kernels = kernels._replace(attention=trial.fastest)
+        attention, reason = attention_backend.try_attention(shape, device, dtype)
+        choices.append(resolve.Choice("attention", attention, reason))
+        kernels = kernels._replace(attention=attention)
     if kernels.quantize == "auto":
         width, ffn = sizes.width, sizes.ffn_dim
         matrices = {(width, width): 6, (ffn, width): 1, (width, ffn): 1}  # text's are used once per prompt

@@ -17,15 +17,15 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.device import bind, own_device
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder, load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
 from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
 from streamdiff.pipeline import load_plan
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
-from streamdiff.pipeline.distributed.heartbeat import HealthMonitor, RankLoop, exit_now, link_fault
+from streamdiff.pipeline.distributed.heartbeat import RankLoop, RankWatch, exit_now, link_fault
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
-from streamdiff.pipeline.distributed.rendezvous import RankContext, StartProgress
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.load_plan import LoadPlan, plan_rank
 from streamdiff.pipeline.planner.kv_budget import RankMemory
@@ -68,7 +68,7 @@ def load_rank(plan: LoadPlan) -> LoadedRank:
             text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
             dtype = torch.float32 if plan.reference else plan.models.decoder_dtype
-            reencoder = FirstFrameReencoder.load(found.found_vae, device, dtype)
+            reencoder = load_autoencoder(found.found_vae, "both", device, dtype)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
@@ -79,7 +79,7 @@ def load_rank(plan: LoadPlan) -> LoadedRank:
 
 
 def _load_decoder(plan: LoadPlan) -> PictureDecoder:
-    network = load_decoder(plan.models.model.found_vae, plan.device, plan.models.decoder_dtype)
+    network = load_autoencoder(plan.models.model.found_vae, "decoder", plan.device, plan.models.decoder_dtype)
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9.
     if plan.channels_last is not None:
         network.set_channels_last(plan.channels_last)
@@ -95,13 +95,13 @@ def _load_stage(plan: LoadPlan) -> StageModel:
     return StageModel(plan.spec, block_offload.offload(denoiser, plan.device) if offloaded else denoiser)
 
 
-def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progress: StartProgress) -> None:
+def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, watch: RankWatch) -> None:
     """Make the stage's graphs, if the configuration wants them, for as many sessions as keep the ring busy and have
     room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `RankContext.meet`
-    afterwards. Mutates: stage, progress."""
+    afterwards. Mutates: stage, watch."""
     if (kept := plan.preallocated) is not None:
         keep_compiled_code()
-        stage.compile(kept, memory=memory, max_rows=plan.max_rows, on_progress=progress.report)
+        stage.compile(kept, memory=memory, max_rows=plan.max_rows, on_progress=watch.report_graphs)
 
 
 def compile_decoder(plan: LoadPlan, decoder: PictureDecoder | None, threads: int) -> None:
@@ -128,7 +128,7 @@ class StartedRank(NamedTuple):
     loaded: LoadedRank
     parts: RingParts | None
     decode_links: tuple[Sender, Receiver] | None
-    context: RankContext | None
+    watch: RankWatch
     memories: list[RankMemory]
 
     @property
@@ -145,32 +145,29 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
         ConfigError: parts that are missing, or a ring that cannot be built.
     """
     config, device, number = plan.config, plan.device, 0 if context is None else context.rank
-    # A rank of the ring that stands still ends this process: its own thread may be what hangs.
-    progress = StartProgress(
-        context, config.stages, lambda fault: exit_now(f"rank {number} ends: {fault}"), config.shares
-    )  # fmt: skip
+    watch = RankWatch(context, config.stages, config.shares)
     plan = plan_rank(plan, context)
     loaded, place = load_rank(plan), StageTopology.of(config, number, device, plan.max_rows)
     if context is not None:
         context.send_memory(loaded.memory)
     parts = links = None
     if loaded.model is not None:
-        parts = connect_stage(loaded.model, place, device, progress.enter)
+        parts = connect_stage(loaded.model, place, device, watch.enter)
         parts.stage.swaps = loaded.swaps
         if context is not None:
             parts.stage.exchange = StoreExchange(context.store)
     else:
         join_edges(place, plan.spec, device)
-    progress.enter("graphs")
+    watch.enter("graphs")
     if config.decode_rank_number and number in (0, config.decode_rank_number):
         links = decode_links(plan.spec, number, config.decode_rank_number, device, plan.pixel_format)
     if parts is not None:
-        compile_stage(plan, parts.stage, loaded.memory, progress)
+        compile_stage(plan, parts.stage, loaded.memory, watch)
     # Beside a stage it has a thread of its own, alone it is the process.
     compile_decoder(plan, loaded.decoder, DECODE_THREADS if parts is not None else torch.get_num_threads())
     memories = [loaded.memory] if context is None else context.receive_memories() if number == 0 else []
-    progress.finish()
-    return StartedRank(plan, loaded, parts, links, context, memories)
+    watch.ready()
+    return StartedRank(plan, loaded, parts, links, watch, memories)
 
 
 # ---- all ranks but rank 0 --------------------------------------------------------------------------------------------
@@ -205,37 +202,35 @@ def run_rank(plan: LoadPlan) -> None:
         timer, exchange = loops[0].timer if loops else None, StoreExchange(context.store)
         at_once = rank.plan.decode_latents
         loops.append(DecodeWorker(loaded.decoder, receiver, sender, device, at_once, timer, exchange, loaded.swaps))
-    work(loops, context, plan.config.watchdog_s, device)
+    work(loops, rank.watch, plan.config.watchdog_s, device)
     loaded.swaps.close()
 
 
-def work(workers: Sequence[RankLoop], context: RankContext, watchdog_s: float, device: torch.device) -> None:
+def work(workers: Sequence[RankLoop], watch: RankWatch, watchdog_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own. Mutates: the process's signal
     handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_later)
     atexit.register(exit_now)
-    monitor = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), watchdog_s)
-    monitor.start()
+    watch.begin(workers, watchdog_s)
     others = [
-        threading.Thread(target=_run_on_thread, args=(worker, monitor, context, device), daemon=True)
-        for worker in workers[1:]
+        threading.Thread(target=_run_on_thread, args=(worker, watch, device), daemon=True) for worker in workers[1:]
     ]
     for thread in others:
         thread.start()
-    _run(workers[0], monitor, context)
+    _run(workers[0], watch)
     for thread in others:
         thread.join()
-    monitor.finish()
+    watch.finish()
     atexit.unregister(exit_now)
 
 
-def _run_on_thread(worker: RankLoop, monitor: HealthMonitor, context: RankContext, device: torch.device) -> None:
+def _run_on_thread(worker: RankLoop, watch: RankWatch, device: torch.device) -> None:
     """Run a second loop on a thread; the rank ends with it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
     threading.excepthook = _exit_on_error
-    _run(worker, monitor, context)
+    _run(worker, watch)
 
 
 def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
@@ -244,16 +239,17 @@ def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
     exit_now()
 
 
-def _run(worker: RankLoop, monitor: HealthMonitor, context: RankContext) -> None:
+def _run(worker: RankLoop, watch: RankWatch) -> None:
     """Run a loop; if it raises, report the fault to the other ranks, with what was being executed, and re-raise."""
+    assert watch.context is not None, "a worker has others"
+    rank = watch.context.rank
     try:
         worker.run()
     except LinkClosed as error:
-        fault = context.report_fault(link_fault(error, context.rank, worker, monitor))
-        exit_now(f"rank {context.rank} ends: {fault}")
+        exit_now(f"rank {rank} ends: {watch.report(link_fault(error, rank, worker, watch))}")
     except Exception as error:
-        error.add_note(f"on rank {context.rank}, {worker.where()}")
-        context.report_fault(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
+        error.add_note(f"on rank {rank}, {worker.where()}")
+        watch.report(f"rank {rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 

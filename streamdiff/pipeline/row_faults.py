@@ -211,14 +211,18 @@ class StageGuard:
         if kind in (MessageKind.OPEN, MessageKind.CLOSE):
             self.broken.pop(update.session, None)
         if (why := self.broken.get(update.session)) is not None:
-            if kind is MessageKind.SAVE:  # the head waits for it
-                self._stage.saving.refuse(update, why)
+            if kind is MessageKind.COPY_OUT and update.saved:  # the head waits for it
+                self._stage.mover.refuse(update, why)
             return message
         try:
             return replace(message, update=self._stage.apply_update(kind, update, message.tensors))
         except ROW_ERRORS as error:
             check_own(error)
-            if self._stage.group is not None or kind in (MessageKind.SAVE, MessageKind.CLOSE):
+            if (
+                self._stage.group is not None
+                or kind is MessageKind.CLOSE
+                or (kind is MessageKind.COPY_OUT and update.saved)
+            ):
                 raise
             self.broken[update.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
         return message

@@ -134,7 +134,7 @@ def test_the_next_words_replace_a_prompt_that_was_sent_and_the_arrow_brings_it_b
     box.send_keys(Keys.ARROW_UP, Keys.ARROW_UP)
     assert box.get_property("value") == "a red circle"
     page.find_element("id", "surprise").click()
-    until(page, lambda _: page.find_element("id", "playing").text != "a blue star")
+    until(page, lambda seen: seen["view"]["prompt"] != "a blue star")  # the text, where the painter knows the words
 
 
 def test_what_is_shown_is_recorded_into_a_video(page: WebDriver, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_rank_that_follows_has_its_blocks_offloaded_too(given: Given, monkeypa
 
     rank = SimpleNamespace(rank=1, send_memory=lambda memory: None, store=None, of_head=lambda name, value: value)
     monkeypatch.setattr(rendezvous, "join", lambda facts: rank)
-    monkeypatch.setattr(rank_process, "StartProgress", lambda *_: SimpleNamespace(enter=None))
+    monkeypatch.setattr(rank_process, "RankWatch", lambda *_: SimpleNamespace(enter=None))
     monkeypatch.setattr(rank_process, "connect_stage", connect_stage)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

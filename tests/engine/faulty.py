@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamdiff.engine.process import main as engine
 from streamdiff.pipeline import device_timer
-from streamdiff.pipeline.decode import picture_transfer
+from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpSender
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -73,7 +73,7 @@ def decode_chunk(*arguments: Any) -> Iterator[Tensor]:
     """The host waits for what the decoder makes."""
     if Device.stuck:
         threading.Event().wait()
-    return picture_transfer.decode_chunk(*arguments)
+    return decoder_memories.decode_chunk(*arguments)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         else:
             save(latents)
         pipeline = started(then, latents)
-        pipeline.saving.load(0, Snapshot.from_bytes(mapped(file)))
+        pipeline.resting.load(0, Snapshot.from_bytes(mapped(file)))
         play(pipeline, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
         ended(pipeline)
     return digest(latents[0])
@@ -156,11 +156,11 @@ def swapped(case: str, stages: int) -> str:
     latents: Latents = defaultdict(dict)
     pipeline, changes = opened(case, stages, latents)
     play(pipeline, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
-    pipeline.swapping.swap_out(0)
-    while pipeline.swapping.place(0) != "host":
+    pipeline.resting.swap_out(0)
+    while pipeline.resting.place(0) != "host":
         pipeline.step(0.01)
-    pipeline.swapping.swap_in(0)
-    while pipeline.swapping.is_away(0):
+    pipeline.resting.swap_in(0)
+    while pipeline.resting.is_away(0):
         pipeline.step(0.01)
     play(pipeline, partial(pipeline.step, 0.1), latents, changes)
     ended(pipeline)

@@ -111,7 +111,7 @@ def test_the_decoding_side_is_flat_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     play(40)
     gc.collect()
-    stream, memories = runtime.streams[0], made[0].memories
+    stream, memories = runtime.streams[0], made[0]._memories._memories
     size, memory, files = walk.nbytes(memories[stream.number]), PROCESS.memory_info().rss, PROCESS.num_fds()
     play(120)
     gc.collect()

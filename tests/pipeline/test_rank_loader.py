@@ -16,7 +16,7 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.models.loader import Kernels
 from streamdiff.models.transformer import attention_backend
-from streamdiff.models.transformer.attention_backend import AttentionShape, Trial
+from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.load_plan import plan_load, plan_rank, try_kernels
 from streamdiff.pipeline.planner import model_sizes
@@ -57,9 +57,9 @@ def test_attention_is_tried_at_the_model_s_sizes(
     asked: list[object] = []
     expected = AttentionShape(heads=12, head_dim=128, queries=4680, keys=keys)
 
-    def trial(*given: object) -> Trial:
+    def trial(*given: object) -> tuple[str, str]:
         asked.append(given)
-        return Trial("cudnn", "cudnn 1 ms")
+        return "cudnn", "cudnn 1 ms"
 
     monkeypatch.setattr(attention_backend, "try_attention", trial)
     config = ModelConfig.model_validate(given)

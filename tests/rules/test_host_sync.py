@@ -41,7 +41,7 @@ ALLOWED = {
     "streamdiff.pipeline.distributed.tcp:_accept_invitation": "once, in host memory",
     "streamdiff.pipeline.distributed.tcp:receive": "a record in host memory, where the kernel put it",
     "streamdiff.pipeline.row_faults:finite_rows": "of a ring in host memory: on a device nobody looks",
-    "streamdiff.pipeline.decode.picture_transfer:fetch": "on a decoding thread: here alone pictures leave the device",
+    "streamdiff.pipeline.decode.decoder_memories:fetch": "on a decoding thread: here alone pictures leave the device",
     "streamdiff.pipeline.decode.decode_worker:take_answer": "pictures in host memory",
 }
 

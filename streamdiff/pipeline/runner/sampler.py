@@ -16,6 +16,7 @@ from torch import Tensor
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
 from streamdiff.errors import RequestError
 from streamdiff.models import sampling
+from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -406,7 +407,7 @@ class LatentSampler:
         if self.reencoder is None:
             return x0
         session.pictures = self.reencoder.new_memory() if session.pictures is None else session.pictures
-        return self.reencoder.reencode(chunk, x0, session.pictures)
+        return reencode_first_frame(self.reencoder, chunk, x0, session.pictures)
 
     def _context(self, row: MicroStep) -> Tensor:
         """Input of the clean pass of a finished chunk, or of its rerun. The first of a chunk that was given adds no

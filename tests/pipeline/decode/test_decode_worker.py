@@ -20,7 +20,7 @@ from streamdiff.pipeline.decode.decode_worker import (
     latents_layout,
     pictures_layout,
 )
-from streamdiff.pipeline.decode.picture_transfer import TransferStream, decode_chunk
+from streamdiff.pipeline.decode.decoder_memories import TransferStream, decode_chunk
 from streamdiff.pipeline.distributed.link import LinkClosed, LocalLink
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model

@@ -126,7 +126,7 @@ def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(rank_process, "load_decoder", never)
+    monkeypatch.setattr(rank_process, "load_autoencoder", never)
     monkeypatch.setattr(rank_process, "load_text_encoder", never)
     monkeypatch.setattr(ModelLoader, "transformer", never)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * 10**9, 200 * 10**9))

@@ -44,7 +44,7 @@ from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.ring import Ring, local_parts
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents, levels_of
-from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
+from streamdiff.pipeline.runner.sampler import Noise, StepLevels, StreamInputs
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.video import files
 
@@ -141,10 +141,8 @@ class ReferenceRun:
     def inputs_from(self, spec: ModelSpec, first: int) -> StreamInputs:
         """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
         from there on."""
-        noise: Noise = SeededNoise(spec.chunk_shape, self.seed)
-        if self.initial is not None:
-            renoise = None if self.renoise is None else self.renoise[first:]
-            noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
+        initial, renoise = (None if each is None else each[first:] for each in (self.initial, self.renoise))
+        noise = Noise(spec.chunk_shape, self.seed, initial, renoise, self.schedule)
         levels = None if self.levels is None else self.levels.starting_at(first)
         return StreamInputs(noise, self._source(spec, first), levels)
 

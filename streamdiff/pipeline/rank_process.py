@@ -21,7 +21,7 @@ from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
 from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
-from streamdiff.pipeline import balance, load_plan
+from streamdiff.pipeline import load_plan
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import RankLoop, RankWatch, exit_now, link_fault
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -29,8 +29,6 @@ from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.load_plan import LoadPlan, plan_rank
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.planner.memory import check_fit
-from streamdiff.pipeline.planner.partition import Blocks
 from streamdiff.pipeline.ring import RingParts
 from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.runner.graphs import capture_on, keep_compiled_code, one_graph
@@ -42,18 +40,17 @@ from streamdiff.session_state.swap_store import SwapStore
 @dataclass(frozen=True)
 class LoadedRank:
     """The parts of one rank. `model` is None on a rank that only decodes, a `Model` on rank 0; `decoder` is None where
-    another rank decodes. `runs` are first and last block (exclusive) of each stage. `memory` is what there is for
-    sessions, now that the weights are loaded; `swaps` keeps those that are swapped out."""
+    another rank decodes. `memory` is what there is for sessions, now that the weights are loaded; `swaps` keeps those
+    that are swapped out."""
 
     model: StageModel | None
     decoder: PictureDecoder | None
-    runs: Blocks
     memory: RankMemory
     swaps: SwapStore
 
 
-def load_rank(plan: LoadPlan, context: RankContext | None = None) -> LoadedRank:
-    """Load the parts of `plan`; `context` is None where there is one rank. Mutates: torch's flag for cuDNN.
+def load_rank(plan: LoadPlan) -> LoadedRank:
+    """Load the parts of `plan`. Mutates: torch's flag for cuDNN.
 
     Raises:
         ConfigError: parts that are missing or do not fit; or as `LoadPlan.swap_store`.
@@ -63,11 +60,9 @@ def load_rank(plan: LoadPlan, context: RankContext | None = None) -> LoadedRank:
         torch.backends.cudnn.benchmark = plan.cudnn_benchmark
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
-    model, runs = None, plan.runs
     decoder = _load_decoder(plan) if plan.rank == config.decode_rank_number and not plan.reference else None
     text = reencoder = None
-    if plan.kernels is not None:
-        model, runs = _load_stage(plan, decoder, context)
+    model = None if plan.kernels is None else _load_stage(plan)
     if model is not None and plan.rank == 0:
         if not plan.reference:
             text = load_text_encoder(found, config, spec.text_shape, device)
@@ -77,10 +72,10 @@ def load_rank(plan: LoadPlan, context: RankContext | None = None) -> LoadedRank:
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
-    free = plan.session_bytes(plan.rank, runs)
+    free = plan.session_bytes()
     if text is not None and device.type == "cuda":
         free = max(0, free - awaited_bytes(text, device))
-    return LoadedRank(model, decoder, runs, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
+    return LoadedRank(model, decoder, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
 
 
 def _load_decoder(plan: LoadPlan) -> PictureDecoder:
@@ -92,29 +87,12 @@ def _load_decoder(plan: LoadPlan) -> PictureDecoder:
     return PictureDecoder(network, layout)
 
 
-def _load_stage(
-    plan: LoadPlan, decoder: PictureDecoder | None, context: RankContext | None
-) -> tuple[StageModel, Blocks]:
-    """The rank's run of the transformer's blocks, and the runs of all. Each stage of a ring measures
-    the even share that it has loaded; where its share then turns out to be another, that one is loaded instead."""
-    config, runs, stage = plan.config, plan.runs, plan.rank // plan.config.shares
-    even = context is not None and not plan.reference
-    host = torch.device("cpu") if config.offload != "none" else None
-    while True:
-        denoiser = plan.models.transformer(runs[stage], plan.kernels, host)
-        if host is not None:
-            denoiser = block_offload.offload(denoiser, plan.device)
-        model = StageModel(plan.spec, denoiser)
-        if context is None or not even:
-            return model, runs
-        measured = balance.measure(model, decoder, plan.device, (stage, config.stages), config.kv_context)
-        costs = balance.gather_costs(context, measured, config.stages, config.shares, plan.sizes.blocks)
-        before, runs = runs, balance.assign_blocks(config, plan.steps, costs)
-        if runs[stage] == before[stage]:
-            return model, runs
-        check_fit(plan.demand(runs), plan.rank, plan.limits)
-        even = False
-        del model, denoiser  # two at once may be more than there is memory for
+def _load_stage(plan: LoadPlan) -> StageModel:
+    """The rank's run of the transformer's blocks."""
+    offloaded = plan.config.offload != "none"
+    run = plan.runs[plan.rank // plan.config.shares]
+    denoiser = plan.models.transformer(run, plan.kernels, torch.device("cpu") if offloaded else None)
+    return StageModel(plan.spec, block_offload.offload(denoiser, plan.device) if offloaded else denoiser)
 
 
 def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, watch: RankWatch) -> None:
@@ -169,7 +147,7 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
     config, device, number = plan.config, plan.device, 0 if context is None else context.rank
     watch = RankWatch(context, config.stages, config.shares)
     plan = plan_rank(plan, context)
-    loaded, place = load_rank(plan, context), StageTopology.of(config, number, device, plan.max_rows)
+    loaded, place = load_rank(plan), StageTopology.of(config, number, device, plan.max_rows)
     if context is not None:
         context.send_memory(loaded.memory)
     parts = links = None

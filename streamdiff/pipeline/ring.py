@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.core import MicroStep
-from streamdiff.errors import RequestError
+from streamdiff.errors import NOT_FINITE, RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.device_timer import DeviceTimer
@@ -180,7 +180,7 @@ class Ring:
                 kept += own
             except ROW_ERRORS as error:
                 check_own(error)
-                self.faults.fail_session(session, own[0], describe(error, f"{at(own[0])} could not begin"))
+                self.faults.fail_session(session, describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def _send_rest(self) -> None:
@@ -237,7 +237,7 @@ class Ring:
             finished = self.sampler.advance(row, flow)
         except ROW_ERRORS as error:
             check_own(error)
-            self.faults.fail_session(row.session, row, describe(error, f"{at(row)} could not be taken over"))
+            self.faults.fail_session(row.session, describe(error, f"{at(row)} could not be taken over"))
             return []
         self.scheduler.returned(row)
         return [] if finished is None else [finished]
@@ -255,23 +255,10 @@ class Ring:
             tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
             self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
         else:
-            self.faults.fail_session(row.session, row, fault)
+            nan = f"{at(row)}: what the model computes for it are {NOT_FINITE}"
+            self.faults.fail_session(row.session, fault or nan)
 
     # ---- what is in the ring -------------------------------------------------------------------------------------
-
-    def await_returns(self, wait_s: float) -> list[Finished]:
-        """The chunks that came back finished until nothing is in the ring any more; nothing enters meanwhile.
-
-        Raises:
-            LinkClosed: the last stage is gone.
-            RuntimeError: nothing came back within `wait_s`.
-        """
-        finished: list[Finished] = []
-        while before := len(self.in_ring):
-            finished += self._take_back(wait_s)
-            if len(self.in_ring) == before:
-                raise RuntimeError(f"nothing came back within {wait_s:g} s; in the ring: {self.contents}")
-        return finished
 
     @property
     def has_work(self) -> bool:

@@ -22,7 +22,7 @@ from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece, RemoteDecoding
+from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
@@ -89,9 +89,8 @@ class StreamingPipeline(Ring):
         self._finished_costs: list[float] = []  # of the chunks that this step finished
         self.on_fault: OnFault = fail_all
         """Called within `step` with a session that has failed and is to be closed, and why."""
-        self.failed: set[int] = set()
         self._decoding_streak = Streak()
-        self.faults.on_fault = self._fail
+        self.faults.on_fault = lambda session, why: self.on_fault(session, why)
         self.decoding = self._decode_where(model, workers, device, at_once)
         self.notify(self.wake)
         if workers is not None:
@@ -326,10 +325,10 @@ class StreamingPipeline(Ring):
     def _decode_where(self, model: Model, workers: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
         stage = self.stage
         if workers is not None and (links := workers.decode_links) is not None:
-            return RemoteDecoding(*links, model.spec, self._deliver, self.wake, stage.exchange, stage.device)
+            return Decoding.elsewhere(*links, self._deliver, self.wake, stage.exchange, stage.device)
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        return LocalDecoding(
+        return Decoding.here(
             model.decoder, self._deliver, self.wake, device, at_once, self.worker.timer, stage.swaps
         )  # fmt: skip
 
@@ -337,7 +336,6 @@ class StreamingPipeline(Ring):
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
         from here. Mutates: self."""
         self._end(session)
-        self.failed.discard(session)
         stream = self.streams[session] = StreamProgress(next(self._numbers), session, background)
         self.video.begin_again(session, self.sampler.sessions[session])
         given = self.sampler.sessions[session].given_latents
@@ -395,16 +393,9 @@ class StreamingPipeline(Ring):
     def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
         """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
         Mutates: self."""
-        if stream.session not in self.failed:
-            name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
-            why = self.stage.exchange.pop_text(name) or piece.fault
-            self._decoding_streak.record_failure(why)
-            self._fail(stream.session, why)
-
-    def _fail(self, session: int, why: str) -> None:
-        if session not in self.failed:
-            self.failed.add(session)
-            self.on_fault(session, why)
+        name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
+        why = self.stage.exchange.pop_text(name) or piece.fault
+        self.faults.fail_session(stream.session, why, self._decoding_streak)
 
     def _look(self) -> None:
         """Re-raise a decoding error on the caller's thread."""

@@ -25,10 +25,11 @@ from streamdiff.models.autoencoder.picture_decoder import (
 from streamdiff.models.autoencoder.taehv import TaehvAutoencoder
 from streamdiff.models.autoencoder.wan import WanAutoencoder
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, Decoding, Piece
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.graphs import capture_on, one_graph
+from tests.pipeline.decode.draining import drain
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
 from tests.small_vae import small_wan_autoencoder
@@ -109,14 +110,14 @@ def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device
     memory = decoder.new_memory()
     expected = torch.cat([decoder.decode(chunk[None], memory) for chunk in chunks]).cpu().numpy()
     pieces: list[Piece] = []
-    decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, at_once)
+    decoding = Decoding.here(decoder, pieces.append, lambda: None, device, at_once)
     for number, chunk in enumerate(chunks):
         late = torch.zeros_like(chunk)
         torch.cuda._sleep(20_000_000)  # the latents come late, as behind a transformer
         late.copy_(chunk)
         decoding.submit(0, number, late)
         del late
-    decoding._pool.shutdown(wait=True)
+    drain(decoding)
     decoding.check()
     assert np.array_equal(np.concatenate([piece.pictures for piece in pieces]), expected)
 
@@ -147,12 +148,12 @@ def test_a_captured_decoder_with_channels_last_makes_the_plain_pictures(
         ).result()
     chunks = [torch.randn(shape, device=device) for _ in range(4)]
     pieces: list[Piece] = []
-    decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, shape[1])
+    decoding = Decoding.here(decoder, pieces.append, lambda: None, device, shape[1])
     torch.compiler.set_stance("fail_on_recompile")
     try:
         for number, chunk in enumerate(chunks):
             decoding.submit(0, number, chunk)
-        decoding._pool.shutdown(wait=True)
+        drain(decoding)
     finally:
         torch.compiler.set_stance("default")
     decoding.check()

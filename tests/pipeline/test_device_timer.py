@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.errors import EngineFailure
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.decode.decode_worker import Decoding
 from streamdiff.pipeline.device_timer import BusyTime, DeviceTimer, HostEvent
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.device import Device
@@ -149,7 +149,7 @@ def test_nobody_waits_for_the_decoder_of_a_device_that_is_stuck() -> None:
             raise TypeError("this test is over")
 
     woken = threading.Event()
-    decoding = LocalDecoding(Stuck(), lambda piece: None, woken.set)  # type: ignore[arg-type]
+    decoding = Decoding.here(Stuck(), lambda piece: None, woken.set)  # type: ignore[arg-type]
     decoding.submit(0, 0, torch.zeros(MODEL.spec.chunk_shape))
     reached.wait()
     decoding.close(abandon=True)

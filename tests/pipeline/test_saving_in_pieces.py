@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed import state_exchange
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
@@ -164,7 +164,7 @@ def test_what_a_decoder_remembers_is_copied_by_and_by_and_what_is_decoded_meanwh
         """After one chunk; `further` ones of this stream and another follow at once."""
         pieces = SimpleQueue[Piece]()
         assert MODEL.decoder is not None
-        decoding = LocalDecoding(MODEL.decoder, pieces.put, lambda: None)
+        decoding = Decoding.here(MODEL.decoder, pieces.put, lambda: None)
         chunk = torch.ones(MODEL.spec.chunk_shape)
         decoding.submit(0, 0, chunk)
         saved = decoding.save(0)

@@ -56,7 +56,7 @@ PIPELINE = (
     ("rank_process", "snapshot", "video_input"),
     ("topology",),
     ("load_plan",),
-    ("balance", "decode", "ring"),
+    ("decode", "ring"),
     ("runner",),
     ("row_faults",),
     ("distributed",),

@@ -16,7 +16,6 @@ import yaml
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.load_plan import plan_load
-from streamdiff.pipeline.planner.partition import split_evenly
 from tests.server.test_restart import MODEL, Watching, serving, stats, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -30,7 +29,7 @@ PLAY = 2
 def device_memory_gb(sessions: int) -> float:
     """What the embedded model takes with so many sessions, and a little more."""
     plan = plan_load(ModelConfig(steps=2), torch.device("cpu"))
-    demand = plan.demand(split_evenly(plan.sizes.blocks, 1))
+    demand = plan.demand
     return demand.without_sessions(0) / 1e9 + (sessions + 0.1) * SESSION_GB
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ from streamdiff.pipeline.decode.decoder_memories import (
 )
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
-from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import (
     MessageKind,
     MessageLayout,
@@ -73,29 +72,122 @@ SavedMemory = Callable[[], State]
 any thread. Raises RuntimeError as `LocalExchange.take`."""
 
 
-class Decoding(ABC):
-    """Decodes latents to pictures, which are delivered from a thread of its own. What a decoder remembers of a stream
-    is copied, and put back, as a stage's part of a session is."""
+CPU = torch.device("cpu")
+DECODE_THREADS = 1
+"""CPU threads of decoding beside a stage's work."""
 
-    def __init__(self, deliver: Deliver, wake: Callable[[], None], exchange: LocalExchange) -> None:
-        """`wake` is called, from another thread, when something has gone wrong or a stream has come back; `exchange`
-        leads to the decoder."""
-        self._deliver, self._wake, self._exchange = deliver, wake, exchange
+
+def latents_layout(spec: ModelSpec) -> MessageLayout:
+    """From the head to a decoding rank: one chunk's latents."""
+    return MessageLayout(1, ((spec.chunk_shape, torch.float32),), None)
+
+
+def pictures_layout(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout:
+    """Back to the head: the pictures of one latent frame, a row each."""
+    return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
+
+
+def _fault_key(stream: int) -> str:
+    """Exchange key of the reason, posted by the worker, why a chunk of a stream could not be decoded."""
+    return f"decoding of stream {stream}"
+
+
+class Decoding:
+    """Decodes latents to pictures, which are delivered from a thread of its own. What is asked for goes as messages to
+    a `DecodeWorker`, on a thread `here` or a rank `elsewhere`."""
+
+    def __init__(self, deliver: Deliver, wake: Callable[[], None], exchange: LocalExchange, stream: TransferStream):
+        """`wake` is called, from a thread, when something has gone wrong, or a stream has come back; `exchange` leads
+        to the worker; on `stream` latents are handed over."""
+        self._deliver, self._wake, self._exchange, self._transfer_stream = deliver, wake, exchange, stream
+        self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._coming: dict[int, Outcome] = {}  # streams that were asked to come back; NOT_YET: no answer yet
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._threads: list[threading.Thread] = []
+        self._is_here = False
 
-    @abstractmethod
+    @classmethod
+    def here(
+        cls,
+        decoder: PictureDecoder,
+        deliver: Deliver,
+        wake: Callable[[], None],
+        device: torch.device = CPU,
+        at_once: int = 1,
+        timer: DeviceTimer | None = None,
+        swaps: SwapStore | None = None,
+    ) -> Decoding:
+        """On a thread of this process, with one CPU thread, on a GPU with a stream of its own; the rest as of
+        `DecodeWorker`."""
+        exchange, stream = LocalExchange(), TransferStream(device)
+        decoding = cls(deliver, wake, exchange, stream)
+        decoding._is_here = True
+        end = _WorkersEnd(decoding)
+        worker = DecodeWorker(decoder, end, end, device, at_once, timer, exchange, swaps, stream)
+
+        def run() -> None:
+            torch.set_num_threads(DECODE_THREADS)
+            bind(device)
+            worker.run()
+
+        decoding._start("decode", run)
+        return decoding
+
+    @classmethod
+    def elsewhere(
+        cls,
+        sender: Sender,
+        receiver: Receiver,
+        deliver: Deliver,
+        wake: Callable[[], None],
+        exchange: LocalExchange,
+        device: torch.device = CPU,
+    ) -> Decoding:
+        """On the rank at the other end of the links; latents lie on `device`."""
+        decoding = cls(deliver, wake, exchange, TransferStream(device))
+
+        def send() -> None:
+            bind(device)
+            decoding._transfer_stream.enter()
+            message = None
+            while message is None or message.kind is not MessageKind.STOP:
+                if (message := decoding.next_message(None)) is not None:
+                    sender.send(message)
+            sender.close()
+            sender.flush(LEAVE_S)
+
+        def receive() -> None:
+            while (message := receiver.receive(None)) is None or message.kind is not MessageKind.STOP:
+                if message is not None:
+                    decoding.take_answer(message)
+            receiver.close(LEAVE_S)
+
+        decoding._start("latents", send)
+        decoding._start("pictures", receive)
+        return decoding
+
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        """Run a loop on a thread of its own; what it raises, `check` does. Mutates: self."""
+
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as error:  # noqa: BLE001  # `check` raises it
+                self._error = error
+                self._wake()
+
+        self._threads.append(threading.Thread(target=guarded, name=name, daemon=True))
+        self._threads[-1].start()
+
+    # ---- what the pipeline asks for ------------------------------------------------------------------------------
+
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
-
-    @abstractmethod
-    def _tell(self, kind: MessageKind, update: SessionUpdate) -> None:
-        """Have `DecoderMemories.apply` called with these, after all that was submitted. Does not wait."""
-
-    @abstractmethod
-    def close(self, abandon: bool = False) -> None:
-        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
-        wait for is stuck."""
+        row = MicroStep(stream, chunk, 0, latents.shape[1], 0)
+        # Behind what makes them, and not behind the ring's next forwards.
+        self._messages.put(
+            (StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._transfer_stream.mark())
+        )
 
     def forget(self, stream: int) -> None:
         """The stream has ended; what was submitted may still come out."""
@@ -130,7 +222,7 @@ class Decoding(ABC):
         if stream not in self._coming:
             self._coming[stream] = Outcome.NOT_YET
             self._tell(MessageKind.PUT_BACK, SessionUpdate(stream))
-        outcome = self._coming[stream]
+        outcome = self._coming.get(stream, Outcome.NOT_YET)  # an answer that it is not yet takes it away
         if outcome is not Outcome.NOT_YET:
             del self._coming[stream]
         return outcome
@@ -140,185 +232,68 @@ class Decoding(ABC):
         if self._error is not None:
             raise self._error
 
-    def _answered(self, stream: int, outcome: Outcome) -> None:
-        """The answer to what `swap_in` has asked, which asks again after NOT_YET. Mutates: self."""
-        if stream in self._coming:
-            self._coming[stream] = outcome
-            if outcome is Outcome.NOT_YET:
-                self._coming.pop(stream, None)
-            self._wake()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self._wake()
-
-
-CPU = torch.device("cpu")
-DECODE_THREADS = 1
-"""CPU threads of decoding beside a stage's work."""
-
-
-def _fault_key(stream: int) -> str:
-    """Exchange key of the reason, posted by a decoding rank, why a chunk of a stream could not be decoded."""
-    return f"decoding of stream {stream}"
-
-
-class LocalDecoding(Decoding):
-    """Decodes on a thread of this process, with one CPU thread, on a GPU with a stream of its own."""
-
-    def __init__(
-        self,
-        decoder: PictureDecoder,
-        deliver: Deliver,
-        wake: Callable[[], None],
-        device: torch.device = CPU,
-        at_once: int = 1,
-        timer: DeviceTimer | None = None,
-        swaps: SwapStore | None = None,
-    ) -> None:
-        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `swaps` is
-        where what is swapped out lies."""
-        super().__init__(deliver, wake, LocalExchange())
-        self._memories = DecoderMemories(
-            decoder, device, at_once, timer or DeviceTimer.on(device), self._exchange, swaps
-        )  # fmt: skip
-        self._transfer_stream = self._memories.transfer_stream
-        self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
-
-    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        self._run(self._decode, stream, chunk, latents, self._transfer_stream.mark())
-
-    def _tell(self, kind: MessageKind, update: SessionUpdate) -> None:
-        self._run(self._apply, kind, update)
-
     def close(self, abandon: bool = False) -> None:
-        self._exchange.close()
-        self._pool.shutdown(wait=not abandon, cancel_futures=True)
-
-    def _run(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call it on the thread."""
-        self._pool.submit(call, *arguments).add_done_callback(self._ended)
-
-    def _ended(self, job: Future[None]) -> None:
-        if not job.cancelled() and (error := job.exception()) is not None:
-            self._fail(error)
-
-    def _apply(self, kind: MessageKind, update: SessionUpdate) -> None:
-        outcome = self._memories.apply(kind, update)
-        if kind is MessageKind.PUT_BACK:
-            self._answered(update.session, outcome)
-        elif kind is MessageKind.COPY_OUT:
-            self._copy_next()
-
-    def _copy_next(self) -> None:
-        """Copy a piece; the next one comes behind what was submitted meanwhile."""
-        if self._memories.copy_next():
-            self._run(self._copy_next)
-
-    def _enter(self) -> None:
-        torch.set_num_threads(DECODE_THREADS)
-        self._transfer_stream.enter()
-
-    def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._transfer_stream.follow(ready, latents)
-        try:
-            for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
-                self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
-        except ROW_ERRORS as error:
-            check_own(error)
-            self._deliver(Piece.failed(stream, chunk, describe(error, f"decoding chunk {chunk}")))
-
-
-def latents_layout(spec: ModelSpec) -> MessageLayout:
-    """From the head to a decoding rank: one chunk's latents."""
-    return MessageLayout(1, ((spec.chunk_shape, torch.float32),), None)
-
-
-def pictures_layout(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout:
-    """Back to the head: the pictures of one latent frame, a row each."""
-    return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
-
-
-class RemoteDecoding(Decoding):
-    """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
-
-    def __init__(
-        self,
-        sender: Sender,
-        receiver: Receiver,
-        spec: ModelSpec,
-        deliver: Deliver,
-        wake: Callable[[], None],
-        exchange: LocalExchange,
-        device: torch.device = CPU,
-    ) -> None:
-        """Latents lie on `device`."""
-        super().__init__(deliver, wake, exchange)
-        self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
-        self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
-        self._device, self._transfer_stream = device, TransferStream(device)
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True)
-            for run, name in ((self._send, "latents"), (self._receive, "pictures"))
-        ]
+        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
+        wait for is stuck."""
+        if self._is_here:
+            self._exchange.close()
+        with suppress(queue.Empty):
+            while True:
+                self._messages.get_nowait()
+        self._tell(MessageKind.STOP, SessionUpdate(0))
         for thread in self._threads:
-            thread.start()
-
-    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        row = MicroStep(stream, chunk, 0, self._pieces, 0)
-        # Behind what makes them, and not behind the ring's next forwards.
-        self._messages.put(
-            (StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._transfer_stream.mark())
-        )
+            thread.join(0.0 if abandon else None if self._is_here else LEAVE_S)
 
     def _tell(self, kind: MessageKind, update: SessionUpdate) -> None:
         self._messages.put((StageMessage(kind, (), update), None))
 
-    def close(self, abandon: bool = False) -> None:
-        self._tell(MessageKind.STOP, SessionUpdate(0))
-        for thread in self._threads:
-            thread.join(0.0 if abandon else LEAVE_S)
+    # ---- its threads ---------------------------------------------------------------------------------------------
 
-    def _send(self) -> None:
-        bind(self._device)
-        self._transfer_stream.enter()
+    def next_message(self, wait_s: float | None) -> StageMessage | None:
+        """The next message for the worker, None when none came within `wait_s` (None: wait for ever)."""
         try:
-            while True:
-                message, made = self._messages.get()
-                for tensor in message.tensors:
-                    self._transfer_stream.follow(made, tensor)
-                self._sender.send(message)
-                if message.kind is MessageKind.STOP:
-                    break
-            self._sender.close()
-            self._sender.flush(LEAVE_S)
-        except LinkClosed as error:
-            self._fail(error)
+            message, made = self._messages.get(timeout=wait_s) if wait_s != 0 else self._messages.get_nowait()
+        except queue.Empty:
+            return None
+        for tensor in message.tensors:
+            self._transfer_stream.follow(made, tensor)
+        return message
 
-    def _receive(self) -> None:
-        try:
-            while (message := self._receiver.receive(None)) is None or message.kind is not MessageKind.STOP:
-                if message is not None and message.update is not None:
-                    self._take(message.kind, message.update)
-                elif message is not None:
-                    row, pictures = message.rows[0], message.tensors[0].numpy().copy()
-                    self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
-            self._receiver.close(LEAVE_S)
-        except LinkClosed as error:
-            self._fail(error)
-
-    def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
-        """Handle an answer of the other rank about a stream: swapped in, or why a chunk, whose number is in
-        `about.epoch`, could not be decoded."""
-        if kind is MessageKind.PUT_BACK:
-            self._answered(about.session, about.outcome)
-        else:
+    def take_answer(self, message: StageMessage) -> None:
+        """What the worker says: pictures of a latent frame, that a stream is swapped in, or why a chunk, whose number
+        is in `epoch`, could not be decoded. Mutates: self."""
+        about = message.update
+        if about is None:
+            row, pictures = message.rows[0], message.tensors[0].numpy().copy()
+            self._deliver(Piece(row.session, row.chunk, pictures, row.step == row.steps - 1))
+        elif message.kind is MessageKind.CLOSE:
             why = self._exchange.pop_text(_fault_key(about.session)) or f"decoding chunk {about.epoch} failed"
             self._deliver(Piece.failed(about.session, about.epoch, why))
+        elif message.kind is MessageKind.PUT_BACK and about.session in self._coming:
+            self._coming[about.session] = about.outcome
+            if about.outcome is Outcome.NOT_YET:  # `swap_in` asks again
+                self._coming.pop(about.session, None)
+            self._wake()
+
+
+class _WorkersEnd(Sender):
+    """Both ends of the links of a worker in this process."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        return self._decoding.next_message(wait_s)
+
+    def send(self, message: StageMessage) -> None:
+        self._decoding.take_answer(message)
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Does nothing: the worker waits in `receive`."""
 
 
 class DecodeWorker(RankLoop):
-    """The other end: decodes for the head until it gets the end message."""
+    """Decodes for the head until it gets the end message."""
 
     def __init__(
         self,
@@ -330,12 +305,15 @@ class DecodeWorker(RankLoop):
         timer: DeviceTimer | None = None,
         exchange: LocalExchange | None = None,
         swaps: SwapStore | None = None,
+        stream: TransferStream | None = None,
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
-        leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
+        leads to the head, None: within this process; `swaps` is where what is swapped out lies, and on `stream` it
+        decodes; None: one that is made here."""
         super().__init__(receiver, sender, timer or DeviceTimer.on(device))
         self._exchange = exchange or LocalExchange()
-        self._memories = DecoderMemories(decoder, device, at_once, self.timer, self._exchange, swaps)
+        stream = stream or TransferStream(device)
+        self._memories = DecoderMemories(decoder, stream, at_once, self.timer, self._exchange, swaps)
 
     def run(self) -> None:
         self._memories.transfer_stream.enter()  # also what the receiver uploads

@@ -41,17 +41,17 @@ class DecoderMemories:
     def __init__(
         self,
         decoder: PictureDecoder,
-        device: torch.device,
+        stream: TransferStream,
         at_once: int,
         timer: DeviceTimer,
         exchange: LocalExchange,
         swaps: SwapStore | None = None,
     ) -> None:
-        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
-        leads to the head; `swaps` is where what is swapped out lies, None: one that is made here."""
-        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(device)
+        """`stream` is on the decoder's device, `timer` that device's; `at_once` latent frames are decoded by one call;
+        `exchange` leads to the head; `swaps` is where what is swapped out lies, None: one that is made here."""
+        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(stream.device)
         self._exchange, self._to_head = exchange, ThreadPoolExecutor(1, "to head")
-        self.transfer_stream = TransferStream(device)
+        self.transfer_stream = stream
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
         self._copies: dict[int, HostCopy] = {}  # of streams that are being saved
@@ -133,6 +133,7 @@ class TransferStream:
     and no forward waits for decoding."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._finite = torch.empty((), dtype=torch.bool, pin_memory=self._stream is not None)

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -44,6 +45,12 @@ class RankContext:
     def receive_memories(self) -> list[RankMemory]:
         """The memory for sessions of all ranks; waits for them."""
         return [RankMemory(*json.loads(self.store.get(f"memory/{rank}"))) for rank in range(self.ranks)]
+
+    def of_head(self, name: str, value: Any) -> Any:
+        """What rank 0 has for this `value`, as JSON has it; waits for it."""
+        if self.rank == 0:
+            self.store.set(f"head/{name}", json.dumps(value))
+        return json.loads(self.store.get(f"head/{name}"))
 
     def meet(self, meanwhile: Callable[[], None]) -> None:
         """Barrier of all ranks, by polling; `meanwhile` is called at each poll and at the end. Once per ring."""

@@ -300,7 +300,7 @@ class RestingStates:
             self._put_back(session, snapshot, blank)
             while pipeline.occupied(session):
                 frames += pipeline.step(_REST_WAIT_S)
-            if session in pipeline.failed:
+            if session in pipeline.faults.failed_sessions:
                 raise ConfigError("the session has failed meanwhile")
         except (ConfigError, RequestError, RecursionError) as error:
             pipeline.undelivered += frames

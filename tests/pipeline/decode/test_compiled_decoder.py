@@ -14,9 +14,10 @@ from torch._dynamo.utils import counters
 
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, VideoAutoencoder
 from streamdiff.models.autoencoder.wan import WanAutoencoder
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, Decoding, Piece
 from streamdiff.pipeline.runner.graphs import one_graph
 from tests.pipeline.compiling import COMPILED, TRACED, compiled_by
+from tests.pipeline.decode.draining import drain
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
 
@@ -141,17 +142,14 @@ def test_a_decoding_thread_meets_nothing_that_is_compiled_again(both: Both) -> N
     """As in the product: latents from outside of inference mode, a stream that ends, and another after it."""
     compiled, plain, shape, at_once = both
     pieces: list[Piece] = []
-    done = threading.Event()
-    decoding = LocalDecoding(compiled, pieces.append, done.set, CPU, at_once)
+    decoding = Decoding.here(compiled, pieces.append, lambda: None, CPU, at_once)
     given = chunks(shape)
     with nothing_compiled():
         for stream in (0, 1):
             for number, chunk in enumerate(given):
                 decoding.submit(stream, number, chunk)
             decoding.forget(stream)
-        decoding._pool.submit(done.set)
-        assert done.wait(LIMIT_S)
-        decoding.check()
+        drain(decoding)
     decoding.close()
     memory = plain.new_memory()
     expected = [part for chunk in given for part in PictureDecoder(plain).decode(chunk[None], memory).int().numpy()]

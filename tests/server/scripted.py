@@ -144,7 +144,7 @@ class Painter(FakePipeline):
     def comes_to_rest(self, session: int) -> bool:
         return True
 
-    def begin(self, session: int, finish: Callable[[Painting], Any]) -> int:
+    def save(self, session: int, finish: Callable[[Painting], Any]) -> int:
         stream = self.streams[session]
         opened = OpenedWith(stream.seed, stream.steps, stream.epoch, stream.kv_context)  # type: ignore[arg-type]
         painting = Painting(opened, {"chunk": stream.chunk, "colour": stream.paint, "paused": stream.paused})

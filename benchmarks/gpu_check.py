@@ -32,10 +32,10 @@ from benchmarks.report import ROOT
 from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.core import MicroStep
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
-from streamdiff.models.autoencoder.taehv import TaehvDecoder
-from streamdiff.models.autoencoder.wan import WanDecoder
+from streamdiff.models.autoencoder.taehv import TaehvAutoencoder
+from streamdiff.models.autoencoder.wan import WanAutoencoder
 from streamdiff.models.loader import ModelLoader
 from streamdiff.models.transformer.wan import TokenStates, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
@@ -148,7 +148,7 @@ def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
 
 def decoder_as_cpu(name: str, device: torch.device) -> str:
     """Pictures of the same weights, the CPU's copied to the device, in float32."""
-    own: Any = load_decoder(DECODERS[name], CPU)
+    own: Any = load_autoencoder(DECODERS[name], "decoder", CPU)
     latents = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0))
     expected = PictureDecoder(own).decode(latents, own.new_memory())
     moved = _moved(own, device)
@@ -162,13 +162,13 @@ def decoder_graphs(name: str, device: torch.device) -> str:
     float32."""
     if device.type != "cuda":
         raise NotHere("on a CPU tests/pipeline/decode/test_compiled_decoder.py compiles small ones")
-    plain: Any = load_decoder(DECODERS[name], device)
+    plain: Any = load_autoencoder(DECODERS[name], "decoder", device)
     plain.set_channels_last(channels_last=False)
     chunks = torch.randn(3, 1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0)).to(device)
     memory = plain.new_memory()
     pictures = torch.cat([PictureDecoder(plain).decode(chunk, memory) for chunk in chunks])
     expected = yuv420p(pictures.permute(0, 3, 1, 2).float())
-    fast: Any = load_decoder(DECODERS[name], device)
+    fast: Any = load_autoencoder(DECODERS[name], "decoder", device)
     fast.set_channels_last(channels_last=True)
     decoder = PictureDecoder(fast, yuv420p)
     decoder.compile(chunks[0, 0], 3, one_graph, capture_on(device))
@@ -181,11 +181,11 @@ def decoder_graphs(name: str, device: torch.device) -> str:
 def _moved(decoder: Any, device: torch.device) -> Any:
     """The decoder, its network on the device."""
     network = decoder.autoencoder
-    if isinstance(decoder, WanDecoder):
+    if isinstance(decoder, WanAutoencoder):
         network.decoder.to(device)
         network.post_quant_conv.to(device)
-        return WanDecoder(network)
-    return TaehvDecoder(network.to(device), decoder.normalisation)
+        return WanAutoencoder(network)
+    return TaehvAutoencoder(network.to(device), decoder.normalisation)
 
 
 def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:

@@ -118,7 +118,11 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
 def _around(ring: Ring) -> tuple[list[MicroStep], list[Finished]]:
     """The rows that enter next, none or those of one forward, and what is finished when they are back."""
     rows, finished = ring.step_latents()
-    return rows, finished + ring.await_returns(_LIMIT_S)
+    while before := len(ring.in_ring):  # nothing enters meanwhile
+        finished += ring.sample(_LIMIT_S)
+        if len(ring.in_ring) == before:
+            raise RuntimeError(f"nothing came back within {_LIMIT_S:g} s; in the ring: {ring.contents}")
+    return rows, finished
 
 
 def name_of(rows: Sequence[MicroStep]) -> str:

@@ -73,33 +73,29 @@ class SavedStream:
 _HEADER, _STREAM = TypeAdapter(SnapshotHeader), TypeAdapter(SavedStream)
 
 
-def _read_header(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
-    """The header in a safetensors file's metadata; errors call the file `name`.
-
-    Raises:
-        ConfigError: no snapshot, one of another format, or a damaged one.
-    """
-    if metadata.get("kind") != KIND:
-        raise ConfigError(f"{name} is a safetensors file, but no snapshot of a session")
-    if metadata.get("format") != str(FORMAT):
-        raise ConfigError(
-            f"{name} has snapshot format {metadata.get('format')}, this version of streamdiff reads {FORMAT}; "
-            "take it again with this version"
-        )
-    try:
-        return _HEADER.validate_python(json.loads(metadata["header"], parse_constant=_no_constant))
-    except (KeyError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: the snapshot's header is damaged: {_described(error)}") from None
-
-
 def read_header(data: bytes | memoryview, name: str = "the snapshot") -> tuple[SnapshotHeader, dict[str, TensorEntry]]:
     """The header of a snapshot's file, and where its tensors lie; `data` is the content of the file, all of it: its
-    size is checked, its tensors are not read. Raises ConfigError for what is no whole snapshot of this format."""
+    size is checked, its tensors are not read. Errors call it `name`.
+
+    Raises:
+        ConfigError: no snapshot, one of another format, or one that is damaged or not whole.
+    """
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if MAX_HEADER_BYTES < length <= len(data) - LENGTH_BYTES:
         raise ConfigError(f"{name} has a header of {length:,} bytes; a snapshot's has at most {MAX_HEADER_BYTES:,}")
     found = parse_data(data, name)
-    return _read_header(found.metadata, name), found.entries
+    if found.metadata.get("kind") != KIND:
+        raise ConfigError(f"{name} is a safetensors file, but no snapshot of a session")
+    if found.metadata.get("format") != str(FORMAT):
+        raise ConfigError(
+            f"{name} has snapshot format {found.metadata.get('format')}, this version of streamdiff reads {FORMAT}; "
+            "take it again with this version"
+        )
+    try:
+        header = _HEADER.validate_python(json.loads(found.metadata["header"], parse_constant=_no_constant))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: the snapshot's header is damaged: {_described(error)}") from None
+    return header, found.entries
 
 
 def read_saved_session(data: bytes | memoryview, name: str = "the snapshot") -> SavedStream:

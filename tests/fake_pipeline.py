@@ -48,6 +48,8 @@ class FakePipeline:
     encodings = 0
     inputs: tuple[int, ...] = ()
     savings: tuple[int, ...] = ()
+    away: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.streams: dict[int, FakeStream] = {}
@@ -56,11 +58,11 @@ class FakePipeline:
         self.on_fault: Callable[[int, str], None] = lambda session, why: None
 
     @property
-    def swapping(self) -> Any:
+    def resting(self) -> Any:
         """The fake is its own collaborators."""
         return self
 
-    saving = video = figures = swapping
+    video = figures = resting
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         if kv_context not in ("clean", "staircase", "same_step"):
@@ -204,9 +206,6 @@ class FakePipeline:
 
     def place(self, session: int) -> str:
         return "device"
-
-    def take_lost(self) -> list[int]:
-        return []
 
     def take_done(self) -> list[tuple[int, Any]]:
         return []

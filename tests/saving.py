@@ -26,10 +26,10 @@ def save(pipeline: StreamingPipeline, session: int) -> tuple[Snapshot, list[Fram
     next step."""
     before: list[Frames] = []
     after: list[Frames] = []
-    while not pipeline.saving.comes_to_rest(session):
+    while not pipeline.resting.comes_to_rest(session):
         before += pipeline.step(0.01)
-    ticket = pipeline.saving.begin(session)
-    while not (done := pipeline.saving.take_done()):
+    ticket = pipeline.resting.save(session)
+    while not (done := pipeline.resting.take_done()):
         after += pipeline.step(0.01)
     pipeline.undelivered += after
     assert done[0][0] == ticket and isinstance(done[0][1], Snapshot), done

@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.core import Control
 from streamdiff.models.autoencoder.picture_decoder import Normalisation, PictureDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig, TaehvDecoder, TaehvEncoder
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder, TaehvConfig
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.tiny.model import TEXT_TOKENS, WIDTH, TinyText
@@ -118,16 +118,15 @@ def small_parts(seed: int, *, layers: int = 2, heads: int = 2, head_dim: int = 1
     return Parts(small_text(seed), transformer, small_autoencoder(seed), mean, std)
 
 
-def small_decoder(autoencoder: TAEHV, mean: torch.Tensor, std: torch.Tensor) -> TaehvDecoder:
+def small_decoder(autoencoder: TAEHV, mean: torch.Tensor, std: torch.Tensor) -> TaehvAutoencoder:
     """The decoder half, with these statistics of its latents `[C]`."""
-    return TaehvDecoder(autoencoder, Normalisation(mean.tolist(), std.tolist(), CPU))
+    return TaehvAutoencoder(autoencoder, Normalisation(mean.tolist(), std.tolist(), CPU))
 
 
-def small_encoder(seed: int = 0) -> TaehvEncoder:
+def small_encoder(seed: int = 0) -> TaehvAutoencoder:
     """The encoder that goes with `small_model`."""
     parts = small_parts(seed)
-    normalisation = Normalisation(parts.mean.tolist(), parts.std.tolist(), CPU)
-    return TaehvEncoder(parts.autoencoder, normalisation)
+    return small_decoder(parts.autoencoder, parts.mean, parts.std)
 
 
 def small_model(

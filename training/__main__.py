@@ -25,8 +25,8 @@ import torch
 
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import load_decoder
-from streamdiff.models.autoencoder.taehv import TAEHV, TaehvDecoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder
 from streamdiff.models.tiny import model
 from streamdiff.models.weight_files import read_object
 from training import autoencoder as train_autoencoder
@@ -176,8 +176,8 @@ def _stages(args: argparse.Namespace, device: torch.device, autoencoder: TAEHV |
 
 def _autoencoder(folder: Path, device: torch.device) -> TAEHV:
     """That of the model under `folder`. Raises ConfigError where it is of another kind than the one trained here."""
-    half = load_decoder(folder, device)
-    if not isinstance(half, TaehvDecoder) or half.config != AUTOENCODER:
+    half = load_autoencoder(folder, "decoder", device)
+    if not isinstance(half, TaehvAutoencoder) or half.config != AUTOENCODER:
         raise ConfigError(f"the autoencoder of {folder} is of another kind; give one that this command has made")
     return half.autoencoder
 

@@ -6,8 +6,8 @@ Knows nothing about the command line, codecs or networks: `models/autoencoder/au
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,9 +23,8 @@ from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import tensor_file
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.autoencoder import FrameEncoder
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
-from streamdiff.models.headers import MOTION, NORMALISED, RAW, FreeDim
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoAutoencoder
+from streamdiff.models.headers import MOTION, NORMALISED, RAW, VIDEO_FILE, FreeDim
 from streamdiff.video import files
 
 LATENTS, VIDEO = "latents", "video"
@@ -47,7 +46,7 @@ def decode(job: DecodeJob) -> int:
     is_tensor = job.out.suffix == tensor_file.SUFFIX
     (tensor_file if is_tensor else files).check_target(job.out, job.overwrite)
     latents, length = read_latents(job.source)
-    decoder = autoencoder.load_decoder(job.vae, *_device_and_dtype(job), job.latent_space)
+    decoder = autoencoder.load_autoencoder(job.vae, "decoder", *_device_and_dtype(job), job.latent_space)
     if latents.shape[0] != decoder.latent_channels:
         raise ConfigError(
             f"{job.source}: `{LATENTS}` has {latents.shape[0]} channels, but {job.vae} takes {decoder.latent_channels}"
@@ -78,7 +77,7 @@ def encode(job: EncodeJob) -> int:
     clip = read_clip(job.source)
     size = clip.shape[1:] if isinstance(clip, Tensor) else (clip.frames, clip.height, clip.width)
     frames, height, width = size  # frames: None where that is not known before they are read
-    encoder = autoencoder.load_encoder(job.vae, *_device_and_dtype(job), job.latent_space)
+    encoder = autoencoder.load_autoencoder(job.vae, "encoder", *_device_and_dtype(job), job.latent_space)
     raw = autoencoder.normalisation(encoder, job.vae) if job.raw else None
     if height % encoder.spatial or width % encoder.spatial:
         raise ConfigError(
@@ -88,13 +87,11 @@ def encode(job: EncodeJob) -> int:
         encoder.latents_of(frames)
     with exit_on_sigterm(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
         pieces = _pieces(clip, (job.chunk_latents or _CHUNK) * encoder.temporal)
-        motion = Motion()
-        latents = _encode(encoder, motion.noting(pieces), bar)
+        latents, motion = encode_clip(encoder, pieces, bar)
         if raw is not None:
             latents = raw.undo(latents[None].to(encoder.device))[0].cpu()
         about = NORMALISED if raw is None else RAW
-        moved = motion.of_latents(encoder.first_frames, encoder.temporal)
-        tensor_file.write_tensor(job.out, LATENTS, latents, {**about, MOTION: moved})
+        tensor_file.write_tensor(job.out, LATENTS, latents, {**about, MOTION: motion})
         read = bar.n
     space = "" if raw is None else ", not normalised"
     print(f"{job.out}: `{LATENTS}` {list(latents.shape)}{space}, from {read} frames, {width} x {height}")
@@ -110,7 +107,7 @@ def read_latents(path: Path) -> tuple[Tensor, int]:
     Raises:
         ConfigError: no such file or tensor, or another shape, dtype or values than latents have.
     """
-    latents = tensor_file.read_latents(path, _ANY_CHUNK, whole=True)
+    latents = tensor_file.read_latents(path, _ANY_CHUNK)
     if latents.ndim == 5:
         return latents.transpose(0, 1).flatten(1, 2), latents.shape[2]
     return latents, _CHUNK
@@ -124,7 +121,7 @@ def read_clip(path: Path) -> files.Clip | Tensor:
     """
     if path.suffix != tensor_file.SUFFIX:
         return files.open_clip(path)
-    video = tensor_file.read_video(path)
+    video = tensor_file.read(path, VIDEO_FILE)["video"]
     low, high = (float(limit) for limit in video.aminmax())
     if max(-low, high) > 1 + _RANGE_SLACK:
         raise ConfigError(f"{path}: `{VIDEO}` has values from {low:g} to {high:g}; expected -1 to 1")
@@ -144,7 +141,9 @@ def _pieces(clip: files.Clip | Tensor, length: int) -> Iterator[Tensor]:
 # ---- converting -------------------------------------------------------------------------------------------------
 
 
-def _pictures(decoder: VideoDecoder, pieces: tuple[Tensor, ...], bar: tqdm[NoReturn]) -> Iterator[NDArray[np.uint8]]:
+def _pictures(
+    decoder: VideoAutoencoder, pieces: tuple[Tensor, ...], bar: tqdm[NoReturn]
+) -> Iterator[NDArray[np.uint8]]:
     """Frames uint8 `[H, W, 3]` of pieces `[C, F, h, w]`. Mutates: bar."""
     memory, pictures = decoder.new_memory(), PictureDecoder(decoder)
     for piece in pieces:
@@ -154,7 +153,7 @@ def _pictures(decoder: VideoDecoder, pieces: tuple[Tensor, ...], bar: tqdm[NoRet
 
 
 def _decode_video(
-    decoder: VideoDecoder, pieces: tuple[Tensor, ...], shape: tuple[int, ...], bar: tqdm[NoReturn]
+    decoder: VideoAutoencoder, pieces: tuple[Tensor, ...], shape: tuple[int, ...], bar: tqdm[NoReturn]
 ) -> Tensor:
     """Frames float32 of that `shape` `[3, F, H, W]`. Mutates: bar."""
     video, memory, done = torch.empty(shape), decoder.new_memory(), 0
@@ -166,38 +165,20 @@ def _decode_video(
     return video
 
 
-class Motion:
-    """How far each frame of a video is from the one before, root mean square over its pixels."""
-
-    def __init__(self) -> None:
-        self._differences: list[float] = []
-
-    def noting(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Pass on frames `[3, n, H, W]`. Mutates: self."""
-        last = torch.empty(0)
-        for piece in pieces:
-            line = torch.cat([last if last.numel() else piece[:, :1], piece], 1)
-            steps = (line[:, 1:] - line[:, :-1]).square().mean((0, 2, 3), dtype=torch.float64)
-            self._differences += steps.sqrt().tolist()
-            last = piece[:, -1:]
-            yield piece
-
-    def of_latents(self, first: int, others: int) -> str:
-        """The largest motion among the frames of each latent frame, as text for a file's header. The first latent frame
-        has `first` frames, each later one `others`."""
-        begins = [0, *range(first, len(self._differences), others)]
-        ends = [*begins[1:], len(self._differences)]
-        return " ".join(f"{max(self._differences[a:b]):.9g}" for a, b in zip(begins, ends, strict=True))
-
-
-def _encode(encoder: FrameEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:
-    """Normalised latents float32 `[C, F, h, w]` on the CPU. Mutates: bar."""
-    memory, parts = encoder.new_memory(), []
+def encode_clip(encoder: VideoAutoencoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> tuple[Tensor, str]:
+    """Normalised latents float32 `[C, F, h, w]` on the CPU; and, for the file's header, how far the frames of each
+    latent frame are from those before them: root mean square over pixels, the largest. Mutates: bar."""
+    memory, parts, moves, before = encoder.new_encode_memory(), [], list[float](), None
     for piece in pieces:
+        line = torch.cat([piece[:, :1] if before is None else before, piece], 1)
+        moves += (line[:, 1:] - line[:, :-1]).square().mean((0, 2, 3), dtype=torch.float64).sqrt().tolist()
+        before = piece[:, -1:]
         parts.append(encoder.encode(piece[None].to(encoder.device), memory)[0].cpu())
         bar.update(piece.shape[1])
     last = encoder.finish(memory)
-    return torch.cat([*parts, *(() if last is None else (last[0].cpu(),))], 1)
+    latents = torch.cat([*parts, *(() if last is None else (last[0].cpu(),))], 1)
+    limits = [0, *range(encoder.first_frames, len(moves), encoder.temporal), len(moves)]
+    return latents, " ".join(f"{max(moves[begin:end]):.9g}" for begin, end in pairwise(limits))
 
 
 # ---- what was asked for -----------------------------------------------------------------------------------------

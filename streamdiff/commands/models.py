@@ -18,6 +18,7 @@ from streamdiff.pipeline.planner.model_sizes import SMALL
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"
 _EMBEDDED_LICENCE = "Apache-2.0"
+_USES = {"lora": "LoRA", "vae": "autoencoder", "text_encoder": "text encoder"}
 _WIDTH = 118
 _PARTS = ("weights", "caches", "activations", "decoding", "total")
 
@@ -56,14 +57,7 @@ def on_disk(files: Files) -> dict[str, Path | None]:
 
 def _needed(entry: CatalogueEntry) -> list[tuple[str, Files]]:
     """Files that running the model needs, as (use, files)."""
-    shared = catalogue.parts()
-    files = {
-        "weights": entry.weights,
-        "LoRA": entry.lora,
-        "autoencoder": shared.autoencoders[entry.autoencoder].weights,
-        "text encoder": shared.text_encoders[entry.text_encoder].weights,
-    }
-    return [(use, found) for use, found in files.items() if found is not None]
+    return [(_USES.get(name, name), files) for name, files in catalogue.files_of(entry).items()]
 
 
 def _presence(entry: CatalogueEntry) -> str:
@@ -80,16 +74,13 @@ def _presence(entry: CatalogueEntry) -> str:
 
 def as_tree(entry: CatalogueEntry) -> dict[str, Any]:
     """A catalogue entry as a JSON tree, with its computed schedules, its files on disk, and bytes per stage."""
-    shared, tree = catalogue.parts(), entry.model_dump(mode="json")
+    tree = entry.model_dump(mode="json")
     if entry.sampling is not None:
         for key, chunk in (("schedule", 1), ("first_chunk_schedule", 0)):
             made = entry.sampling.schedule().of(chunk)
             tree[key] = {name: getattr(made, name) for name in ("timesteps", "sigmas", "noise_scale")}
-    tree["parts"] = {
-        "architecture": shared.architectures[entry.architecture].model_dump(mode="json"),
-        "autoencoder": shared.autoencoders[entry.autoencoder].model_dump(mode="json"),
-        "text_encoder": shared.text_encoders[entry.text_encoder].model_dump(mode="json"),
-    }
+    parts = zip(("architecture", "autoencoder", "text_encoder"), catalogue.parts_of(entry), strict=True)
+    tree["parts"] = {name: part.model_dump(mode="json") for name, part in parts}
     tree["embedded"] = entry.weights is None
     tree["on_disk"] = {
         use: {file: str(path) if path else None for file, path in on_disk(files).items()}
@@ -185,7 +176,7 @@ def _file_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
     if entry.lora is not None:
         lora = entry.lora
         yield "LoRA", f"container {lora.container or _UNKNOWN}, rank {lora.rank}, scale {lora.scale:g}"
-    for tiny in catalogue.parts().autoencoders[entry.autoencoder].tiny:
+    for tiny in catalogue.parts_of(entry)[1].tiny:
         space = {"model": "as the transformer makes them", "vae": "with mean and deviation put back"}[tiny.latents]
         licence = tiny.licence or _UNKNOWN
         yield "small one", f"--vae {tiny.name}: {tiny.repo}  {_short(tiny.files)}"
@@ -195,8 +186,7 @@ def _file_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
 
 
 def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
-    shared = catalogue.parts()
-    text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
+    _, pictures, text = catalogue.parts_of(entry)
     yield "picture", f"{entry.height}x{entry.width}, {_number(entry.native_fps)} frames per second"
     yield "text", f"{text.title}: {text.tokens} tokens of width {text.width}"
     left_out = "not by the authors' code, see below (as theirs: encode --raw)"
@@ -248,8 +238,7 @@ def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         small = max(stage.total for stage in stage_memory(entry, stages, "int8"))
         name = counted(stages, "stage")
         yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}; quantised {_gigabytes(small)} GB"
-    shared = catalogue.parts()
-    text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
+    _, pictures, text = catalogue.parts_of(entry)
     if text.gigabytes is not None:
         yield "beside it", f"{text.gigabytes:g} GB text encoder, where it is kept on the device"
     if pictures.config is not None:

@@ -28,7 +28,7 @@ from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling, tensor_file
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
 from streamdiff.models.loader import ModelLoader, load_text_encoder
@@ -44,7 +44,7 @@ from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.ring import Ring, local_parts
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents, levels_of
-from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
+from streamdiff.pipeline.runner.sampler import Noise, StepLevels, StreamInputs
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.video import files
 
@@ -141,10 +141,8 @@ class ReferenceRun:
     def inputs_from(self, spec: ModelSpec, first: int) -> StreamInputs:
         """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
         from there on."""
-        noise: Noise = SeededNoise(spec.chunk_shape, self.seed)
-        if self.initial is not None:
-            renoise = None if self.renoise is None else self.renoise[first:]
-            noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
+        initial, renoise = (None if each is None else each[first:] for each in (self.initial, self.renoise))
+        noise = Noise(spec.chunk_shape, self.seed, initial, renoise, self.schedule)
         levels = None if self.levels is None else self.levels.starting_at(first)
         return StreamInputs(noise, self._source(spec, first), levels)
 
@@ -296,7 +294,7 @@ def run(job: ReferenceJob) -> int:
             if reading.notice:
                 print(reading.notice)
             reference = replace(reference, embeddings=text.encode(reading.text))
-        decoder = None if job.no_decode else PictureDecoder(load_decoder(model.found_vae, plan.device))
+        decoder = None if job.no_decode else PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -329,11 +327,11 @@ def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[Ring, Callable[[], None
     """
     started = rank_process.start_rank(plan, plan.join())
     model, parts = started.head
-    if started.context is None:
+    if started.watch.context is None:
         parts = parts if stages == 1 else local_parts(model, plan.device, stages)
         yield Ring(model, plan.device, parts=parts), lambda: None
         return
-    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.context, plan.config.watchdog_s)
+    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.watch, plan.config.watchdog_s)
     workers.start(ring, lambda: None)
     try:
         yield ring, workers.check
@@ -569,10 +567,10 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
         first = read_first_steps(
             job.first_steps, spec.chunk_latents, steps=steps, chunks=job.chunks, with_video=with_video
         )
-        sigmas, noise_level = first.sigmas, first.noise_level
+        timesteps, sigmas = first["timesteps"], first.get("sigmas")
         if sigmas is None:
-            sigmas = levels_of(first.timesteps.flatten(), schedule).view_as(first.timesteps)
-        levels = StepLevels(first.timesteps, sigmas)
+            sigmas = levels_of(timesteps.flatten(), schedule).view_as(timesteps)
+        levels, noise_level = StepLevels(timesteps, sigmas), first["noise_level"][:, 0] if with_video else None
     return ReferenceRun(
         embeddings,
         job.chunks,
@@ -596,7 +594,7 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
 def _read_chunks(path: Path, spec: ModelSpec) -> Tensor:
     """Latents `[n, C, F, h, w]` of a file that has them so, or as a clip: what is left over of a last chunk is not
     used, as chunks that are not asked for."""
-    latents = tensor_file.read_latents(path, spec.chunk_shape, whole=True)
+    latents = tensor_file.read_latents(path, spec.chunk_shape)
     if latents.ndim == 4:
         count = latents.shape[1] // spec.chunk_latents
         latents = latents[:, : count * spec.chunk_latents].unflatten(1, (count, spec.chunk_latents)).transpose(0, 1)

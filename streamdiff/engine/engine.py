@@ -16,9 +16,8 @@ from streamdiff.core import Frames
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
-from streamdiff.engine.saving import SaveQueue
+from streamdiff.engine.resting import RestQueue
 from streamdiff.engine.session import Session, possible_switches
-from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
@@ -56,8 +55,7 @@ class Engine:
         # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
         self._prompt_queue = PromptQueue(pipeline)
-        self._swapping = Swapping(pipeline)
-        self._saves = SaveQueue(pipeline, self._swapping, self._sessions)
+        self._resting = RestQueue(pipeline, self._in_slot)
         pipeline.on_fault = self._note_failure
 
     def ready(self) -> messages.Ready:
@@ -82,8 +80,7 @@ class Engine:
                 names = [*self._sessions, *self._prompt_queue.opening()]
                 return [event for name in names for event in self._close(name)]
             if isinstance(command, messages.Save):
-                self._check_saved(command.session)
-                self._saves.ask(command)
+                self._resting.saves.append((command, self._check_saved(command.session)))
                 return []
             return self._control(command)
         except RequestError as error:
@@ -110,10 +107,7 @@ class Engine:
                 futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
             events += self.settle()
         self._apply_changes()  # before a session that came back for them is swapped out again
-        if self._swapping.has_work:
-            events += self._swap()
-        if self._saves.queue or self._pipeline.saving.savings:
-            events += self._saves.advance()
+        events += self._resting.advance()
         self._pipeline.attend()
         return events
 
@@ -126,7 +120,7 @@ class Engine:
     def _apply_changes(self) -> None:
         """Give the pipeline the prompts, steps and inputs that were accepted. Mutates: the sessions."""
         for session in self._sessions.values():
-            if session.changes and not self._pipeline.swapping.is_away(session.slot):
+            if session.changes and not self._pipeline.resting.is_away(session.slot):
                 try:
                     session.apply_pending()
                 except SESSION_ERRORS as error:
@@ -149,13 +143,6 @@ class Engine:
             )
         ]  # fmt: skip
 
-    def _swap(self) -> list[Event]:
-        """Swap sessions in and out; returns events of those whose location has changed. Streams whose caches are lost
-        restart."""
-        events = [event for pending in self._swapping.advance() for event in self._answer(pending)]
-        events += [messages.Swapped(self._in_slot[slot].name, location) for slot, location in self._swapping.moved()]
-        return events + [event for slot in self._swapping.take_lost() for event in self._in_slot[slot].reset(None, "")]
-
     def settle(self) -> list[Event]:
         """Carry out the requests whose text, picture and features are encoded by now."""
         return [event for pending in self._prompt_queue.poll() for event in self._answer(pending)]
@@ -168,7 +155,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
         changes = any(session.input_changes for session in self._sessions.values())
-        return self._pipeline.busy or bool(self._prompt_queue.lines) or bool(self._saves.queue) or changes
+        return self._pipeline.busy or bool(self._prompt_queue.lines) or bool(self._resting.saves) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -208,7 +195,7 @@ class Engine:
         events = self._begin(command, pending) if command.snapshot is None else self._resume(command, pending)
         if not command.active:
             slot = self._sessions[command.session].slot
-            self._swapping.set_active(slot, messages.SetActive(command.session, False))
+            self._resting.set_active(slot, messages.SetActive(command.session, False))
         return events
 
     def _begin(self, command: Open, pending: PendingRequest) -> list[Event]:
@@ -231,7 +218,7 @@ class Engine:
             kv_context=kv_context, background=command.background, start=made.start, video=made.video,
         )  # fmt: skip
         try:
-            self._swapping.retry_after_swap_out(start)
+            self._resting.retry_after_swap_out(start)
         except SESSION_ERRORS as error:
             raise bad_value(error, "session") from error
         self._sessions[session.name] = self._in_slot[slot] = session
@@ -284,11 +271,11 @@ class Engine:
         if session is None:
             return []
         slot = session.slot
-        if self._swapping.put_off(slot, pending):
-            return []
+        if isinstance(request, Reset) or (isinstance(request, SetPrompt) and request.switch == "reset"):
+            self._resting.swap_in(slot)
         match request:
             case messages.SetActive():
-                self._swapping.set_active(slot, request)
+                self._resting.set_active(slot, request)
             case SetPrompt():
                 self._pipeline.check_switch(slot, request.switch)
                 change = request.request, request.switch, request.skip, request.over, request.along
@@ -303,7 +290,7 @@ class Engine:
             case messages.SetControls():
                 return session.set_controls(request.values, request.request)
             case InputFrames():
-                if not self._pipeline.swapping.is_away(slot):
+                if not self._pipeline.resting.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
                     self._pipeline.video.check_input(None)
                     self._pipeline.video.feed(slot, request.pictures)
@@ -383,8 +370,7 @@ class Engine:
         events: list[Event] = [messages.Closed(name, reason)]
         if (session := self._sessions.pop(name, None)) is not None:
             del self._in_slot[session.slot]
-            dropped += [pending.request for pending in self._swapping.forget(session.slot)]
-            dropped = [*self._saves.forget(name), *dropped]
+            dropped = [*self._resting.forget(session), *dropped]
             self._next_epoch[session.slot] = session.epoch + 1
             self._pipeline.close_session(session.slot)
         return [*(closed_before(command) for command in dropped if is_answered(command)), *events]
@@ -423,7 +409,7 @@ class Engine:
         """Open a session that continues from a snapshot, with what has been changed since."""
         assert command.snapshot is not None
         try:
-            snapshot = self._pipeline.saving.read_snapshot(command.snapshot)
+            snapshot = self._pipeline.resting.read_snapshot(command.snapshot)
             saved = saved_stream(snapshot)
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
@@ -437,8 +423,8 @@ class Engine:
             min_ahead_frames=self._min_ahead_frames(saved.steps, saved.kv_context),
             start=start if pending.made.start is None else pending.made.start, embeddings=embeddings,
         )  # fmt: skip
-        frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.saving.load(slot, snapshot))
-        session.resume_at(saved, *self._pipeline.saving.progress(slot))
+        frames = self._resting.retry_after_swap_out(lambda: self._pipeline.resting.load(slot, snapshot))
+        session.resume_at(saved, *self._pipeline.resting.progress(slot))
         self._sessions[session.name] = self._in_slot[slot] = session
         events = [event for each in frames for event in self._number(each)]
         new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)

@@ -22,11 +22,11 @@ from streamdiff.models.headers import (
     TensorHeader,
     check_contract,
     image_latents_contract,
+    latents_contract,
     parse_data,
     parse_file,
     prompt_embeds_contract,
     read_motion,
-    video_latents_contract,
 )
 
 Floats = NDArray[np.float32]
@@ -100,7 +100,10 @@ def contract(name: str, info: ModelInfo) -> FileSpec:
         return prompt_embeds_contract((tokens, width))
     if name == "image_latents":
         return image_latents_contract(shape, chunks=info.first_chunks)
-    return video_latents_contract(shape, chunks=info.first_chunks, max_bytes=MAX_VIDEO_BYTES)
+    count = info.first_chunks
+    return latents_contract(
+        shape, chunks=count, frames=count * frames, what="a video's latents", max_bytes=MAX_VIDEO_BYTES
+    )
 
 
 def check_file(name: str, file: BinaryIO, file_bytes: int, info: ModelInfo) -> None:
@@ -167,8 +170,7 @@ def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, TensorHead
     except ConfigError as error:
         raise RequestError(name, str(error)) from None
     [(tensor, entry)] = header.entries.items()
-    begin = LENGTH_BYTES + length
-    raw = memoryview(data)[begin + entry.begin : begin + entry.end]
+    raw = memoryview(data)[LENGTH_BYTES + length :][slice(*entry.data_offsets)]
     with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, and is found below
         if entry.dtype == "BF16":
             numbers = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 @dataclass
 class Blend:
     """A prompt that comes over `over` chunks: `share` of them have been given their mix of what held `before` and what
-    comes `after`; the latest of them is chunk `chunk`. `switch` holds from the last one on."""
+    comes `after`, which is encoded when the first is; the latest of them is chunk `chunk`. `switch` holds from the last
+    one on."""
 
     before: Any
-    after: Any
     over: int
     along: str
     switch: str
+    after: Any = None
     share: int = 0
     chunk: int = -1
 
@@ -163,7 +164,7 @@ class Session:
         if switch == "reset":
             self.reset(None, request)
         else:
-            self._change("prompt", Blend(before, self.conditioning, over, along, switch))
+            self._change("prompt", Blend(before, over, along, switch))
             if skip:
                 self._skip_epoch = self.epoch
                 self._set_frame_credit()
@@ -239,15 +240,16 @@ class Session:
         """Give the pipeline the conditioning of the next chunk of the blend. Mutates: self."""
         blend = self._blend
         assert blend is not None, "there is one"
-        blend.share, blend.chunk = blend.share + 1, self._pipeline.next_chunk(self.slot)
-        last = blend.share >= blend.over
-        self._given = blend.after
-        if not last:
+        if not blend.share:
+            blend.after = self.conditioning
+        blend.share += 1
+        switch, self._given = blend.switch, blend.after
+        if blend.share < blend.over:
+            switch, blend.chunk = "keep", self._pipeline.next_chunk(self.slot)
             self._given = self._pipeline.blended(blend.before, blend.after, blend.share / blend.over, blend.along)
-        switch = blend.switch if last else "keep"
-        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch)
-        if last:
+        else:
             self._blend = None
+        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.

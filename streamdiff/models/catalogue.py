@@ -10,12 +10,11 @@ Sizes of chunk, window and sink are in latent frames; a window counts the sink a
 from __future__ import annotations
 
 import difflib
-import importlib.resources
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -136,9 +135,7 @@ class SharedParts(_Entry):
 
 
 class Sampling(_Entry):
-    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest. `timestep_dtype` is
-    the type in which the authors' code tells timesteps, where that rounds them; `first_noise_scale` the factor on the
-    noise that a chunk begins with. With `keep_end` the 0 at the end of `steps` is a step of its own, which may be left
+    """Denoise steps as they are published: arguments of `sampling.published`. With `keep_end` the last step may be left
     out."""
 
     steps: tuple[float, ...]
@@ -156,26 +153,16 @@ class Sampling(_Entry):
         Raises:
             ConfigError: a list is no schedule.
         """
-        first = None if self.first_chunk_steps is None else self._published(self.first_chunk_steps, self.keep_end)
-        return replace(self._published(self.steps, self.keep_end), first=first)
+        options = self.model_dump(exclude={"steps", "first_chunk_steps"})
+        first = None if self.first_chunk_steps is None else published(self.first_chunk_steps, **options)
+        return replace(published(self.steps, **options), first=first)
 
     def schedules(self) -> tuple[Schedule, ...]:
         """`schedule()`, and, where the model has `keep_end`, the same schedule without the step at its end."""
-        made = self.schedule()
         if not self.keep_end:
-            return (made,)
-        return made, self._published(self.steps, keep_end=False)
-
-    def _published(self, steps: tuple[float, ...], keep_end: bool) -> Schedule:
-        return published(
-            steps,
-            shift=self.shift,
-            warp=self.warp,
-            nearest=self.nearest,
-            keep_end=keep_end,
-            bfloat16=self.timestep_dtype == "bfloat16",
-            noise_scale=self.first_noise_scale,
-        )
+            return (self.schedule(),)
+        without_end = self.model_copy(update={"keep_end": False, "first_chunk_steps": None})
+        return self.schedule(), without_end.schedule()
 
 
 class Streaming(_Entry):
@@ -275,7 +262,7 @@ RANDOM = "random:"
 measure speed and memory before anything is downloaded; the picture is noise. `random:wan2.1-1.3b` is a transformer of
 that architecture (any of the catalogue's but the embedded model's) with LongLive's stream, in 4, 2 or 1 steps;
 `random:wan2.1` is Wan's autoencoder, `random:taew2_1` the small one."""
-_PARTS = "parts.yaml"
+_FOLDER, _PARTS = Path(__file__).with_name("published"), "parts.yaml"
 _RANDOM_LIKE, _RANDOM_STEPS, _RANDOM_SHIFT = "longlive-1.3b", (4, 2, 1), 5.0
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -284,7 +271,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 def entries() -> dict[str, CatalogueEntry]:
     """Every packaged model by name: the embedded one first, then bases, then by family, size and name."""
     sizes = parts().architectures
-    files = [path for path in _folder().iterdir() if path.name.endswith(".yaml") and path.name != _PARTS]
+    files = [path for path in _FOLDER.glob("*.yaml") if path.name != _PARTS]
     found = [_read(path, CatalogueEntry) for path in files]
     found.sort(key=lambda e: (e.name != "tiny", e.kind == "causal", e.family, sizes[e.architecture].width, e.name))
     return {entry.name: entry for entry in found}
@@ -298,7 +285,7 @@ def listed() -> list[CatalogueEntry]:
 @cache
 def parts() -> SharedParts:
     """Architectures, autoencoders and text encoders that the catalogue's entries refer to by name."""
-    return _read(_folder() / _PARTS, SharedParts)
+    return _read(_FOLDER / _PARTS, SharedParts)
 
 
 def find(name: str) -> CatalogueEntry:
@@ -348,10 +335,24 @@ def autoencoders() -> dict[str, Files]:
     return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
 
 
+def parts_of(entry: CatalogueEntry) -> tuple[Architecture, Autoencoder, PublishedTextEncoder]:
+    """What the entry refers to by name."""
+    shared = parts()
+    architecture, text_encoder = shared.architectures[entry.architecture], shared.text_encoders[entry.text_encoder]
+    return architecture, shared.autoencoders[entry.autoencoder], text_encoder
+
+
+def files_of(entry: CatalogueEntry) -> dict[str, Files]:
+    """Files that running the model needs, by the setting of `model` that names others in their place."""
+    _, pictures, text = parts_of(entry)
+    files = {"weights": entry.weights, "lora": entry.lora, "vae": pictures.weights, "text_encoder": text.weights}
+    return {name: found for name, found in files.items() if found is not None}
+
+
 def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
     """Arguments of diffusers' `WanTransformer3DModel` for the model's own transformer."""
-    shared = parts()
-    return shared.architectures[entry.architecture].arguments(shared.text_encoders[entry.text_encoder].width)
+    architecture, _, text = parts_of(entry)
+    return architecture.arguments(text.width)
 
 
 def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any]) -> ModelSpec:
@@ -362,8 +363,8 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
     """
     usual = find(USUAL)
     assert usual.stream is not None and usual.native_fps is not None
-    known, shared = entry or usual, parts()
-    pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
+    known = entry or usual
+    _, pictures, text = parts_of(known)
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
@@ -378,7 +379,7 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         native_fps=known.native_fps or usual.native_fps,
         shift=1.0,
         steps=(),
-        text_shape=(tokens, architecture["text_dim"]),
+        text_shape=(text.tokens, architecture["text_dim"]),
     )
     if entry is None or entry.stream is None:
         return spec
@@ -415,16 +416,12 @@ def with_own_context(model: ModelConfig) -> ModelConfig:
 def small_autoencoder(name: str) -> str | None:
     """The name of the small autoencoder that goes with the model `name`; None where none is known."""
     known = lookup(name)
-    small = parts().autoencoders[known.autoencoder].tiny if known is not None else ()
+    small = parts_of(known)[1].tiny if known is not None else ()
     if not small:
         return None
     return f"{RANDOM}{small[0].name}" if is_random(name) else small[0].name
 
 
-def _folder() -> Traversable:
-    return importlib.resources.files("streamdiff") / "models" / "published"
-
-
-def _read(path: Traversable, model: type[_Model]) -> _Model:
+def _read(path: Path, model: type[_Model]) -> _Model:
     # By way of JSON, where a strict model takes a list for a tuple.
     return model.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from typing import Any
 
@@ -24,7 +24,6 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import hub, resolve
 from streamdiff.models.catalogue import Files
-from streamdiff.models.hub import Remote
 
 EXIT_CONFIG = 2
 _REPORT_INTERVAL_S = 0.5
@@ -59,14 +58,15 @@ def download(needed: Sequence[Files], tell: Callable[[DownloadProgress], None]) 
     Raises:
         ConfigError: a file cannot be downloaded; complete files stay.
     """
-    missing = [each for files in needed for each in hub.remote(files) if each.missing]
-    for number, file in enumerate(missing):
-        left = sum(each.size or 0 for each in missing[number:])
-        hub.fetch_file(file.repo, file.name, _bar(file, len(missing) - number, left, tell))
+    missing = [each for files in needed for each in hub.missing(files)]
+    for number, (repo, name, size) in enumerate(missing):
+        left = sum(size or 0 for _, _, size in missing[number:])
+        begun = DownloadProgress(repo, name, 0, size, None, len(missing) - number, left)
+        hub.fetch_file(repo, name, _bar(begun, tell))
 
 
-def _bar(file: Remote, files: int, left: int, tell: Callable[[DownloadProgress], None]) -> type[tqdm[Any]]:
-    """A tqdm class that reports progress to `tell` instead of drawing it."""
+def _bar(begun: DownloadProgress, tell: Callable[[DownloadProgress], None]) -> type[tqdm[Any]]:
+    """A tqdm class that reports progress of what has `begun` to `tell` instead of drawing it."""
 
     class ReportingBar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0
@@ -77,8 +77,8 @@ def _bar(file: Remote, files: int, left: int, tell: Callable[[DownloadProgress],
 
         def display(self, *given: Any, **options: Any) -> None:
             done = int(self.n)
-            rate = self.format_dict["rate"]
-            tell(DownloadProgress(file.repo, file.name, done, file.size, rate, files, max(0, left - done)))
+            left = max(0, begun.missing - done)
+            tell(replace(begun, done=done, rate=self.format_dict["rate"], missing=left))
 
     return ReportingBar
 

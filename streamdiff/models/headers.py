@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from streamdiff.errors import ConfigError
 
@@ -28,14 +30,19 @@ _MAX_DIMENSIONS = 16
 _HOW = "write it with safetensors.torch.save_file"
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor: `dtype` by safetensors' name (`F32`, `BF16`), and its bytes, `begin` to `end`, after the header."""
+_Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+"""Bounded, as sizes are multiplied and printed."""
+
+
+class TensorEntry(BaseModel, frozen=True):
+    """One tensor: `dtype` by safetensors' name (`F32`, `BF16`), and where its bytes begin and end after the header."""
 
     dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    shape: Annotated[tuple[_Size, ...], Field(max_length=_MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_TEXTS: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -96,12 +103,19 @@ def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | Non
         raise ConfigError(f"{path}: not a safetensors file: its header is not JSON: {error}; {_HOW}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: not a safetensors file: its header holds no names; {_HOW}")
-    metadata = tree.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ConfigError(f"{path}: __metadata__ must hold texts by name, but is {json.dumps(metadata)[:60]}")
-    entries = {name: _entry(path, name, value) for name, value in tree.items()}
+    name = "__metadata__"
+    try:
+        texts = _TEXTS.validate_python(tree.pop(name, {}))
+        entries = {}
+        for name, value in tree.items():  # one by one, as the first fault is enough
+            entries[name] = TensorEntry.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        wanted = "texts by name" if name == "__metadata__" else "dtype, shape and data_offsets (begin and end)"
+        found = ": ".join([*map(str, problem["loc"][-1:]), problem["msg"]])
+        raise ConfigError(f"{path}: {name[:80]}: expected {wanted}, but {found}") from None
     _check_layout(path, entries, file_bytes - LENGTH_BYTES - len(text))
-    return TensorHeader(path, file_bytes, entries, metadata)
+    return TensorHeader(path, file_bytes, entries, texts)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,41 +143,22 @@ def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> Confi
     )
 
 
-def _entry(path: Path, name: str, value: Any) -> TensorEntry:
-    fields: dict[str, Any] = value if isinstance(value, dict) else {}
-    offsets: Any = fields.get("data_offsets")
-    dtype: Any = fields.get("dtype")
-    shape: Any = fields.get("shape")
-    good = isinstance(dtype, str) and _counts(shape) and _counts(offsets) and len(offsets) == 2
-    if not good or offsets[0] > offsets[1]:
-        raise ConfigError(
-            f"{path}: {name}: expected dtype, shape and data_offsets (begin and end), but the header says "
-            f"{json.dumps(value)[:80]}"
-        )
-    entry = TensorEntry(dtype, tuple(shape), *offsets)
-    if entry.dtype in ITEM_BYTES and prod(entry.shape) * ITEM_BYTES[entry.dtype] != entry.end - entry.begin:
-        raise ConfigError(
-            f"{path}: {name}: {entry.dtype} {list(entry.shape)} takes {prod(entry.shape) * ITEM_BYTES[entry.dtype]:,} "
-            f"bytes, but the header declares {entry.end - entry.begin:,}"
-        )
-    return entry
-
-
-def _counts(value: Any) -> bool:
-    """Whether `value` is a list of sizes. Bounded, since they are multiplied and printed."""
-    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
-        return False
-    return all(type(item) is int and 0 <= item < 2**63 for item in value)
-
-
 def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != end:
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, own_end = entry.data_offsets
+        if begin != end or own_end < begin:
             raise ConfigError(
-                f"{path}: {name}: its bytes begin at {entry.begin:,}, but those of the tensor before it end at {end:,}"
+                f"{path}: {name}: its bytes are {begin:,} to {own_end:,}, but those of the tensor before it end at "
+                f"{end:,}"
             )
-        end = entry.end
+        needed = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
+        if entry.dtype in ITEM_BYTES and needed != own_end - begin:
+            raise ConfigError(
+                f"{path}: {name}: {entry.dtype} {list(entry.shape)} takes {needed:,} bytes, but the header declares "
+                f"{own_end - begin:,}"
+            )
+        end = own_end
     if end != data_bytes:
         raise ConfigError(f"{path}: the header declares {end:,} bytes of tensors, but {data_bytes:,} follow it")
 
@@ -202,35 +197,29 @@ Shape = tuple[int | FreeDim, ...]
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a contract: any of `shapes`, any of `FLOATS`."""
-
-    name: str
-    shapes: tuple[Shape, ...]
-    required: bool = True
-
-    def __str__(self) -> str:
-        return " or ".join(f"[{', '.join(map(str, shape))}]" for shape in self.shapes)
-
-
-@dataclass(frozen=True)
 class FileSpec:
-    """The tensors of one file: the required ones must all be there (companions), and no others. `what` names it."""
+    """The tensors of one file by name, each with the shapes that it may have, in any of `FLOATS`: all but `optional`
+    ones must be there (companions), and no others. `what` names it."""
 
     what: str
-    tensors: tuple[TensorSpec, ...]
+    tensors: dict[str, tuple[Shape, ...]]
+    optional: tuple[str, ...] = ()
     max_bytes: int = MAX_BYTES
 
     def __str__(self) -> str:
-        return ", ".join(f"{wanted.name} {wanted}" for wanted in self.tensors)
+        return ", ".join(f"{name} {self.shapes(name)}" for name in self.tensors)
+
+    def shapes(self, name: str) -> str:
+        """Shapes that the tensor `name` may have, for people."""
+        return " or ".join(f"[{', '.join(map(str, shape))}]" for shape in self.tensors[name])
 
 
 def prompt_embeds_contract(text_shape: tuple[int, int]) -> FileSpec:
     """`prompt_embeds` `[L, D]` or `[1, L, D]`, with (most L, D) in `text_shape`: a prompt's embeddings, unpadded or
     padded with zeros."""
-    length = FreeDim("L", 1, text_shape[0])
-    wanted = TensorSpec("prompt_embeds", ((length, text_shape[1]), (1, length, text_shape[1])))
-    return FileSpec("prompt embeddings", (wanted,), prod(text_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES)
+    rows = FreeDim("L", 1, text_shape[0]), text_shape[1]
+    most = prod(text_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES
+    return FileSpec("prompt embeddings", {"prompt_embeds": (rows, (1, *rows))}, max_bytes=most)
 
 
 def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1) -> FileSpec:
@@ -238,41 +227,33 @@ def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1) -> FileSp
     `[chunks, steps-1, C, f, h, w]`, the noise of each later step; without later steps `renoise` may be left out.
     `chunk_shape` is `[C, f, h, w]`; the file must hold at least `chunks` chunks."""
     count = FreeDim("chunks", chunks)
-    initial = TensorSpec("initial", ((count, *chunk_shape),))
-    renoise = TensorSpec("renoise", ((count, steps - 1, *chunk_shape),), required=steps > 1)
-    return FileSpec("noise", (initial, renoise))
+    shapes: dict[str, tuple[Shape, ...]] = {
+        "initial": ((count, *chunk_shape),),
+        "renoise": ((count, steps - 1, *chunk_shape),),
+    }
+    return FileSpec("noise", shapes, () if steps > 1 else ("renoise",))
 
 
 def latents_contract(
-    chunk_shape: Shape, *, chunks: int = 1, whole: bool = False, max_bytes: int = MAX_BYTES
+    chunk_shape: Shape, *, chunks: int = 1, frames: int = 1, what: str = "clean latents", max_bytes: int = MAX_BYTES
 ) -> FileSpec:
-    """`latents` `[chunks, C, f, h, w]`, clean and normalised as the model has them; `chunk_shape` is `[C, f, h, w]`,
-    and the file must hold at least `chunks` chunks. With `whole` they may also be a clip `[C, F, h, w]`."""
-    shapes: tuple[Shape, ...] = ((FreeDim("chunks", chunks), *chunk_shape),)
-    if whole:
-        shapes = ((chunk_shape[0], FreeDim("F"), *chunk_shape[2:]), *shapes)
-    return FileSpec("clean latents", (TensorSpec("latents", shapes),), max_bytes)
+    """`latents`, clean and normalised as the model has them, as a clip `[C, F, h, w]` of at least `frames` latent
+    frames or as `[chunks, C, f, h, w]`, at least `chunks`; `chunk_shape` is `[C, f, h, w]`."""
+    clip = chunk_shape[0], FreeDim("F", frames), *chunk_shape[2:]
+    return FileSpec(what, {"latents": (clip, (FreeDim("chunks", chunks), *chunk_shape))}, max_bytes=max_bytes)
 
 
 def image_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: int) -> FileSpec:
     """`latents` of the `chunks` chunks that a stream begins with, exactly: `[chunks, C, f, h, w]`, or as a clip
     `[C, chunks * f, h, w]`; `chunk_shape` is `[C, f, h, w]`."""
     channels, frames, *size = chunk_shape
-    wanted = TensorSpec("latents", ((chunks, *chunk_shape), (channels, chunks * frames, *size)))
-    return FileSpec("a picture's latents", (wanted,), chunks * prod(chunk_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES)
+    most = chunks * prod(chunk_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES
+    shapes = (chunks, *chunk_shape), (channels, chunks * frames, *size)
+    return FileSpec("a picture's latents", {"latents": shapes}, max_bytes=most)
 
 
-def video_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: int, max_bytes: int) -> FileSpec:
-    """`latents` of at least `chunks` chunks that a stream follows: `[n, C, f, h, w]`, or a clip `[C, F, h, w]`."""
-    channels, frames, *size = chunk_shape
-    whole, clip = FreeDim("chunks", chunks), FreeDim("F", chunks * frames)
-    wanted = TensorSpec("latents", ((whole, *chunk_shape), (channels, clip, *size)))
-    return FileSpec("a video's latents", (wanted,), max_bytes)
-
-
-def video_contract() -> FileSpec:
-    """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
-    return FileSpec("frames", (TensorSpec("video", ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)),), MAX_VIDEO_BYTES)
+VIDEO_FILE = FileSpec("frames", {"video": ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)}, max_bytes=MAX_VIDEO_BYTES)
+"""`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
 
 
 def check_contract(contract: FileSpec, header: TensorHeader) -> None:
@@ -284,22 +265,21 @@ def check_contract(contract: FileSpec, header: TensorHeader) -> None:
     place = f"{header.path}: {contract.what}"
     if header.file_bytes > contract.max_bytes:
         raise ConfigError(f"{place}: expected at most {contract.max_bytes:,} bytes, got {header.file_bytes:,}")
-    known = {wanted.name for wanted in contract.tensors}
-    missing = [wanted for wanted in contract.tensors if wanted.required and wanted.name not in header.entries]
-    unknown = sorted(set(header.entries) - known)
+    missing = contract.tensors.keys() - header.entries.keys() - {*contract.optional}
+    unknown = header.entries.keys() - contract.tensors.keys()
     if missing or unknown:
-        faults = [f"{wanted.name} is missing" for wanted in missing] + [f"{name} is unknown" for name in unknown[:3]]
+        faults = [f"{name} is missing" for name in sorted(missing)] + [
+            f"{name} is unknown" for name in sorted(unknown)[:3]
+        ]
         held = ", ".join(sorted(header.entries)[:6]) or "nothing"
         raise ConfigError(
             f"{place}: {', '.join(faults)}; expected {contract}, got {held} ({len(header.entries)} in all)"
         )
-    for wanted in contract.tensors:
-        if (entry := header.entries.get(wanted.name)) is None:
-            continue
+    for name, entry in header.entries.items():
         if entry.dtype not in FLOATS:
-            raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(FLOATS)}, got {entry.dtype}")
-        if not any(_matches(shape, entry.shape) for shape in wanted.shapes):
-            raise ConfigError(f"{place}: {wanted.name}: expected shape {wanted}, got {list(entry.shape)}")
+            raise ConfigError(f"{place}: {name}: expected dtype {' or '.join(FLOATS)}, got {entry.dtype}")
+        if not any(_matches(shape, entry.shape) for shape in contract.tensors[name]):
+            raise ConfigError(f"{place}: {name}: expected shape {contract.shapes(name)}, got {list(entry.shape)}")
 
 
 def _matches(shape: Shape, actual: tuple[int, ...]) -> bool:
@@ -319,18 +299,13 @@ def read_motion(header: TensorHeader) -> list[float] | None:
         return None
     shape = header.entries["latents"].shape
     frames = shape[1] if len(shape) == 4 else shape[0] * shape[2]
-    values = header.metadata[MOTION].split()
-    if len(values) != frames or not all(_is_difference(each) for each in values):
+    try:
+        values = [float(each) for each in header.metadata[MOTION].split()]
+    except ValueError:
+        values = []
+    if len(values) != frames or not all(0 <= each <= 2 for each in values):  # the largest difference in [-1, 1]
         raise ConfigError(
             f"{header.path}: `{MOTION}` in its header must be a number from 0 to 2 for each of its {frames} latent "
             "frames"
         )
-    return [float(each) for each in values]
-
-
-def _is_difference(text: str) -> bool:
-    """Whether it is a number from 0 to 2, the largest difference of pixels in [-1, 1]."""
-    try:
-        return 0 <= float(text) <= 2
-    except ValueError:
-        return False
+    return values

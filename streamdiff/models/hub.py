@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,9 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import Files
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A published file of `size` bytes (None: not told), and whether it is `missing` in the cache."""
-
-    repo: str
-    name: str
-    size: int | None
-    missing: bool
-
-
-def remote(files: Files) -> list[Remote]:
-    """The files, patterns spelled out, as the hub has them; where there is no way to it, those in the cache.
+def missing(files: Files) -> list[tuple[str, str, int | None]]:
+    """Repository, name and size in bytes (None: not told) of the files, patterns spelled out, that the cache lacks.
+    Where there is no way to the hub, but something for each in the cache, nothing is missing.
 
     Raises:
         ConfigError: see `fetch`.
@@ -42,7 +32,7 @@ def remote(files: Files) -> list[Remote]:
         if folder_on_disk(files) is not None:
             return []
         raise
-    return [Remote(files.repo, each.filename, each.file_size, each.will_download) for each in found]
+    return [(files.repo, each.filename, each.file_size) for each in found if each.will_download]
 
 
 def fetch_file(repo: str, name: str, bar: type[Any] | None = None) -> Path:

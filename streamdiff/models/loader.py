@@ -82,9 +82,7 @@ class ModelLoader:
         Raises:
             ConfigError: no Wan transformer, or files that cannot be read.
         """
-        model, facts = self.model, self.folder_facts
-        if facts is not None and (self.config.weights, *self._overrides) == (None, None, None):
-            return open_transformer(facts.weights, config=facts.architecture)
+        model = self.model
         if model.weights is not None:
             return open_transformer(model.weights, model.container, model.architecture)
         sizes = catalogue.transformer_arguments(catalogue.find(model.name))
@@ -212,8 +210,8 @@ class ModelLoader:
 
     def picture_encoder(self, spec: ModelSpec) -> ImageEncoder:
         """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
-        load = autoencoder.load_encoder
-        return ImageEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
+        load = autoencoder.load_autoencoder
+        return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype), spec)
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoAutoencoder
 from streamdiff.models.spec import ModelSpec, TextEncoder
 from streamdiff.models.transformer.wan import WanDenoiser
 
@@ -26,7 +25,7 @@ class Model(StageModel):
 
     text: TextEncoder | None
     decoder: PictureDecoder | None
-    first_frame_reencoder: FirstFrameReencoder | None = None
+    first_frame_reencoder: VideoAutoencoder | None = None
 
     @property
     def blocks(self) -> int:

@@ -15,6 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub
@@ -112,8 +114,8 @@ def resolve_model(
             loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
         weights = None if config.weights is not None else hub.fetch(known.weights)[0]
         published = known.weights.container if known.weights.container != "flat" else None
-        shared = catalogue.parts()
-        vae, text = shared.autoencoders[known.autoencoder].weights, shared.text_encoders[known.text_encoder].weights
+        files = catalogue.files_of(known)
+        vae, text = files.get("vae"), files.get("text_encoder")
         found = ResolvedModel(name, weights, published, vae=vae, text_encoder=text, entry=known)
     else:
         path = known if isinstance(known, Path) else hub.fetch_folder(known)
@@ -149,18 +151,13 @@ def to_fetch(config: ModelConfig) -> list[Files]:
     """
     small = None if Path(config.vae or "").exists() else catalogue.autoencoders().get(config.vae or "")
     autoencoder = [] if small is None else [small]
-    entry, shared = _find_known(config), catalogue.parts()
+    entry = _find_known(config)
     if isinstance(entry, Path) or catalogue.is_random(config.name):
         return autoencoder
     if isinstance(entry, Files):
         return [entry, *autoencoder]
-    needed = (
-        (entry.weights, config.weights),
-        (entry.lora, config.lora),
-        (shared.autoencoders[entry.autoencoder].weights, config.vae),
-        (shared.text_encoders[entry.text_encoder].weights, config.text_encoder),
-    )
-    return [files for files, own in needed if files is not None and own is None] + autoencoder
+    needed = catalogue.files_of(entry)
+    return [files for name, files in needed.items() if getattr(config, name) is None] + autoencoder
 
 
 def check_parts(config: ModelConfig) -> None:
@@ -260,7 +257,9 @@ def _parts_alike(one: Path, other: Path) -> int:
 
 # ---- settings that are left open ------------------------------------------------------------------------------------
 
-_PLAIN = "--plain"
+_TABLE: dict[str, list[tuple[str, str, str]]] = yaml.safe_load(
+    Path(__file__).with_name("defaults.yaml").read_text(encoding="utf-8")
+)
 
 
 class Choice(NamedTuple):
@@ -295,32 +294,33 @@ def settle(
         steps: the numbers of denoise steps that the model has, the one it was made for first.
         compile_fault: says why nothing can be compiled here, None if it can.
     """
-    cuda, plain, own = device == "cuda", config.preset == "plain", "as asked"
-    attention, compiled = _attention(config, cuda), _compile(config, cuda, compile_fault)
-    settled: dict[str, object] = {"attention": attention.value, "compile": compiled.value}
+    cuda, plain = device == "cuda", config.preset == "plain"
+    own = {name: getattr(config, name) for name in ("device", "dtype", "vae", "attention", "compile", "quantize")}
+    own["steps"] = None if config.steps is None else config.step_count or len(config.timesteps or ())
+    may_ask = cuda and not plain and config.compile == "auto" and config.attention != "sage"
+    fault, usual, fewest = compile_fault() if may_ask else None, max(steps[:1], default=0), min(steps, default=0)
+    holds = {
+        "small": config.vae == small_autoencoder(config.name),  # the autoencoder of preset `fast`
+        "unknown": not steps,  # the model has no steps of its own
+        "fewer": fewest < usual,  # it has fewer than it was made for, too
+        "fault": fault is not None,  # nothing can be compiled here
+    }
+    facts = {device, config.preset} | {name for name, true in holds.items() if true}
+    facts |= {f"{name}:{value}" for name, value in own.items()}
+    words = {"fault": fault, "usual": usual, "fewest": fewest, "all": " or ".join(map(str, steps))}
+    found = dict[str, Choice]()
+    for setting, rows in _TABLE.items():
+        known = facts if own.get(setting) in (None, "auto", "none") else {*facts, "given"}
+        row = next((row for row in rows if known.issuperset(row[0].split())), None)
+        if row is not None:
+            value, reason = (text.format(own=own.get(setting), **words) for text in row[1:])
+            found[setting] = Choice(setting, value, reason)
+            facts.add(f"{setting}:{value}")
+    settled: dict[str, object] = {name: found[name].value for name in ("attention", "compile")}
     if config.preset == "fast" and config.steps is None and steps:
-        settled["steps"] = min(steps)
-    benchmark = cuda and not plain
-    found = f"torch sees {'a' if cuda else 'no'} CUDA device"
-    usual = ("bfloat16", "CUDA") if cuda else ("float32", "CPU")
-    choices = [
-        Choice("device", device, own if config.device != "auto" else found),
-        Choice("dtype", *(usual if config.dtype == "auto" else (config.dtype, own))),
-        _vae(config),
-        _steps(config, steps),
-        attention,
-        compiled,
-        Choice("cudnn.benchmark", "on", f"CUDA: convolutions are tried out once; {_PLAIN} switches it off")
-        if benchmark
-        else Choice("cudnn.benchmark", "off", _PLAIN if plain else "CPU"),
-        Choice("quantize", config.quantize, _QUANTIZE.get(config.quantize, own)),
-        Choice("decoder's layout", "contiguous", _PLAIN) if plain else _DECODING[device][0],
-        *_DECODING[device][1:],
-    ]
-    if compiled.value == "on" and cuda:
-        choices.append(Choice("decode", "a stream of its own", "of lower priority than the transformer's graphs"))
+        settled["steps"] = fewest
     channels_last = False if plain else cuda or None
-    return Defaults(config.model_copy(update=settled), benchmark, channels_last, tuple(choices))
+    return Defaults(config.model_copy(update=settled), cuda and not plain, channels_last, tuple(found.values()))
 
 
 def may_compile(config: ModelConfig) -> bool:
@@ -329,72 +329,3 @@ def may_compile(config: ModelConfig) -> bool:
         return config.compile == "on"
     found = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     return config.preset != "plain" and (config.device == "cuda" or (config.device == "auto" and found))
-
-
-# ---- one setting each ------------------------------------------------------------------------------------------------
-
-
-_QUANTIZE = {
-    "none": "8 bits change the picture; --quantize auto takes fp8 where it is faster",
-    "auto": "fp8 is tried at the model's sizes, and kept where it is faster",
-}
-
-
-def _vae(config: ModelConfig) -> Choice:
-    fast = config.preset == "fast"
-    if config.vae is not None:
-        small = fast and config.vae == small_autoencoder(config.name)
-        return Choice("vae", config.vae, "--fast: small, pictures a little softer" if small else "as asked")
-    return Choice("vae", "the model's own", "no smaller one is known" if fast else "--fast takes a small one")
-
-
-def _steps(config: ModelConfig, steps: Sequence[int]) -> Choice:
-    if config.steps is not None:
-        return Choice("steps", str(config.step_count or len(config.timesteps or ())), "as asked")
-    if not steps:
-        return Choice("steps", "the model's own", "nothing is known of others")
-    fewer = min(steps) < steps[0]
-    if fewer and config.preset == "fast":
-        return Choice("steps", str(min(steps)), f"--fast: of {' or '.join(map(str, steps))}")
-    return Choice("steps", str(steps[0]), f"{'--fast takes' if fewer else 'the model has no fewer than'} {min(steps)}")
-
-
-def _attention(config: ModelConfig, cuda: bool) -> Choice:
-    if config.attention != "auto":
-        return Choice("attention", config.attention, "as asked")
-    if config.preset == "plain":
-        return Choice("attention", "sdpa", f"{_PLAIN}: torch's own choice, no trial")
-    if cuda:
-        return Choice("attention", "auto", f"CUDA: the fastest of a trial; {_PLAIN} leaves it to torch")
-    return Choice("attention", "sdpa", "CPU: torch's own choice")
-
-
-def _compile(config: ModelConfig, cuda: bool, compile_fault: Callable[[], str | None]) -> Choice:
-    fault = None
-    if config.compile != "auto":
-        return Choice("compile", config.compile, "as asked")
-    if config.preset == "plain":
-        return Choice("compile", "off", _PLAIN)
-    if not cuda:
-        fault = "CPU: compiling takes long there"
-    elif config.attention == "sage":
-        fault = "attention sage is not torch's"
-    else:
-        fault = compile_fault()
-    if fault is not None:
-        return Choice("compile", "off", f"{fault}; --compile on asks for it")
-    return Choice("compile", "on", f"CUDA; {_PLAIN} switches it off")
-
-
-_DECODING = {
-    "cuda": (
-        Choice("decoder's layout", "channels last", f"CUDA; {_PLAIN} switches it off"),
-        Choice("decoder's call", "a chunk", "CUDA; one latent frame where memory is short"),
-        Choice("pictures", "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.upscale is above 1"),
-    ),
-    "cpu": (
-        Choice("decoder's layout", "the decoder's own", "CPU: channels last, but for Wan's decoder"),
-        Choice("decoder's call", "a latent frame", "CPU: its pictures are early"),
-        Choice("pictures", "rgb", "CPU"),
-    ),
-}

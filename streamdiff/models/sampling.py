@@ -138,8 +138,8 @@ def published(
     warp: bool = False,
     nearest: bool = False,
     keep_end: bool = False,
-    bfloat16: bool = False,
-    noise_scale: float = 1.0,
+    timestep_dtype: str = "exact",
+    first_noise_scale: float = 1.0,
 ) -> Schedule:
     """The schedule from a list as a model's authors give it.
 
@@ -153,8 +153,9 @@ def published(
             mix with 0.70023. What was warped from whole numbers lies on the grid already.
         keep_end: the 0 at the end is a step of its own. It needs `nearest`, which gives it a noise level above 0: that
             of the lowest grid point (0.005 at shift 5).
-        bfloat16: the model gets timesteps rounded to that type; noise levels stay as they are.
-        noise_scale: see `Schedule`.
+        timestep_dtype: `bfloat16` where the authors' code tells timesteps in that type, which rounds them; noise levels
+            stay as they are.
+        first_noise_scale: `noise_scale` of `Schedule`.
 
     Raises:
         ConfigError: see `Schedule`; a shift that is not above 0; an end to keep that is no 0, or not `nearest`.
@@ -170,8 +171,8 @@ def published(
         sigmas = tuple(nearest_sigma(step, shift) for step in timesteps)
     else:
         sigmas = tuple(shifted(step / TIMESTEPS, shift) if warp else step / TIMESTEPS for step in raw)
-    heard = tuple(map(rounded_to_bfloat16, timesteps)) if bfloat16 else timesteps
-    return Schedule(heard, sigmas, noise_scale=noise_scale, grid_shift=shift if nearest else None)
+    heard = tuple(map(rounded_to_bfloat16, timesteps)) if timestep_dtype == "bfloat16" else timesteps
+    return Schedule(heard, sigmas, noise_scale=first_noise_scale, grid_shift=shift if nearest else None)
 
 
 def rounded_to_bfloat16(value: float) -> float:

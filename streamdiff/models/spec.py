@@ -8,12 +8,15 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+from pydantic import Field
 
 from streamdiff.core import Control
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
+from streamdiff.models.weight_files import Count, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +46,8 @@ def choose_steps(wanted: int | None, known: tuple[int, ...], model: str) -> int:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Facts about a model that everyone plans with. Sizes of chunk, windows and sink are in latent frames; `text_shape`
+    """Facts about a model that everyone plans with; what a model's file says of them is checked
+    against the types (`tiny.folder`). Sizes of chunk, windows and sink are in latent frames; `text_shape`
     is (text tokens, text width) of a prompt's embeddings; `steps` are the numbers of denoise steps per chunk that
     it has, the one that it was made for first; `context_sigma`, 0 to 1, is the noise level at which the
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
@@ -56,21 +60,21 @@ class ModelSpec:
     has a vector of what the `controls` say, in their order."""
 
     name: str
-    latent_channels: int
-    latent_height: int
-    latent_width: int
-    chunk_latents: int
+    latent_channels: Count
+    latent_height: Count
+    latent_width: Count
+    chunk_latents: Count
     window_latents: int
-    sink_latents: int
+    sink_latents: Annotated[int, Field(ge=0)]
     frames_per_latent: int
     width: int
     height: int
-    native_fps: float
-    shift: float
-    steps: tuple[int, ...]
+    native_fps: Positive
+    shift: Positive
+    steps: tuple[Count, ...]
     text_shape: tuple[int, int]
-    clean_window_latents: int | None = None
-    context_sigma: float = 0.0
+    clean_window_latents: Count | None = None
+    context_sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
     rope: str = "relative"
     adaptive_sink: float | None = None
     averaged_sink: float | None = None

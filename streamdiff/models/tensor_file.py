@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -30,13 +29,11 @@ from streamdiff.models.headers import (
     FileSpec,
     FreeDim,
     Shape,
-    TensorSpec,
     check_contract,
     latents_contract,
     noise_contract,
     parse_header,
     prompt_embeds_contract,
-    video_contract,
 )
 from streamdiff.models.sampling import TIMESTEPS
 
@@ -97,23 +94,13 @@ def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor) 
         raise ConfigError(f"{path}: {name} is for {len(tensor)} chunks, and {other} for {len(of)}")
 
 
-def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1, whole: bool = False) -> Tensor:
-    """Latents `[chunks, C, f, h, w]`, with `whole` also `[C, F, h, w]`, float32; `chunk_shape` may have `FreeDim`
-    sizes.
+def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
+    """Latents `[chunks, C, f, h, w]` or `[C, F, h, w]`, float32; `chunk_shape` may have `FreeDim` sizes.
 
     Raises:
         ConfigError: see `read` and `latents_contract`.
     """
-    return read(path, latents_contract(chunk_shape, chunks=chunks, whole=whole))["latents"]
-
-
-def read_video(path: Path) -> Tensor:
-    """Frames `[3, F, H, W]`, float32.
-
-    Raises:
-        ConfigError: see `read` and `video_contract`.
-    """
-    return read(path, video_contract())["video"]
+    return read(path, latents_contract(chunk_shape, chunks=chunks))["latents"]
 
 
 def not_finite(tensor: Tensor) -> str:
@@ -235,53 +222,39 @@ def write_tensor(path: Path, name: str, tensor: Tensor, metadata: Mapping[str, s
 _WHAT = "first steps"
 
 
-@dataclass(frozen=True)
-class FirstSteps:
-    """Contents of such a file, float32, F latent frames of a chunk: `timesteps` `[n, steps, F]`, 0 to 1000; `sigmas` of
-    the same shape, 0 to 1, or None where the file has none; `noise_level` `[n, F]`, 0 to 1, or None as well."""
-
-    timesteps: Tensor
-    sigmas: Tensor | None
-    noise_level: Tensor | None
-
-
 def first_steps_contract(frames: int, *, steps: int, chunks: int, with_video: bool) -> FileSpec:
     """`timesteps` `[chunks]`, `[chunks, f]` (both of the first step) or `[chunks, steps, f]`; `sigmas`, of the same
     shape, may be left out; `noise_level` `[chunks]` or `[chunks, f]` is there if chunks start from a video, and only
     then. `frames` latent frames of a chunk; the file must hold at least `chunks` chunks."""
     count = FreeDim("chunks", chunks)
     shapes = ((count,), (count, frames), (count, steps, frames))
-    tensors = [TensorSpec("timesteps", shapes), TensorSpec("sigmas", shapes, required=False)]
+    tensors: dict[str, tuple[Shape, ...]] = {"timesteps": shapes, "sigmas": shapes}
     if with_video:
-        tensors.append(TensorSpec("noise_level", ((count,), (count, frames))))
-    return FileSpec(_WHAT if with_video else f"{_WHAT}, without --video-latents", tuple(tensors))
+        tensors["noise_level"] = (count,), (count, frames)
+    return FileSpec(_WHAT if with_video else f"{_WHAT}, without --video-latents", tensors, ("sigmas",))
 
 
-def read_first_steps(path: Path, frames: int, *, steps: int, chunks: int, with_video: bool) -> FirstSteps:
-    """Read the file at `path`, for at least `chunks` chunks of `frames` latent frames; `steps` is the number of steps
-    of the chunk that has most, `with_video` whether chunks start from a video.
+def read_first_steps(path: Path, frames: int, *, steps: int, chunks: int, with_video: bool) -> dict[str, Tensor]:
+    """What the file at `path` says, for at least `chunks` chunks of `frames` latent frames (F), by name, float32:
+    `timesteps` `[n, steps, F]`, 0 to 1000; if it has them `sigmas` of the same shape, 0 to 1; and, `with_video` from
+    which chunks start, `noise_level` `[n, 1, F]`, 0 to 1. `steps` is the number of steps of the chunk that has most.
 
     Raises:
         ConfigError: see `tensor_file.read` and `first_steps_contract`; a value out of range; sigmas of another shape
             than the timesteps.
     """
     found = read(path, first_steps_contract(frames, steps=steps, chunks=chunks, with_video=with_video))
-    timesteps, sigmas, level = found["timesteps"], found.get("sigmas"), found.get("noise_level")
-    if sigmas is not None and sigmas.shape != timesteps.shape:
+    timesteps = found["timesteps"]
+    if (sigmas := found.get("sigmas", timesteps)).shape != timesteps.shape:
         raise ConfigError(
             f"{path}: {_WHAT}: sigmas: expected shape {list(timesteps.shape)}, as timesteps have, got "
             f"{list(sigmas.shape)}"
         )
-    if level is not None:
-        _check_count(path, "noise_level", level, "timesteps", timesteps)
-    for name, values, high in (("timesteps", timesteps, TIMESTEPS), ("sigmas", sigmas, 1.0), ("noise_level", level, 1)):
-        if values is not None:
-            _check_range(path, name, values, high)
-    return FirstSteps(
-        _by_frame(timesteps, frames),
-        None if sigmas is None else _by_frame(sigmas, frames),
-        None if level is None else _by_frame(level, frames)[:, 0],
-    )
+    if with_video:
+        _check_count(path, "noise_level", found["noise_level"], "timesteps", timesteps)
+    for name, values in found.items():
+        _check_range(path, name, values, TIMESTEPS if name == "timesteps" else 1.0)
+    return {name: _by_frame(values, frames) for name, values in found.items()}
 
 
 def _by_frame(values: Tensor, frames: int) -> Tensor:

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,7 @@ from streamdiff.models.spec import ParsedPrompt, TextEncoder
 from streamdiff.models.weight_files import read_object
 
 TEXT_TOKENS = 512
-EXAMPLES = (
-    "A red fox trots through fresh snow at dawn, its breath visible, low sun between the pines. The camera follows it "
-    "from the side at eye level.",
-    "Waves break on black rocks under a stormy sky, spray in slow motion, a lighthouse in the distance, wide shot.",
-    "A potter shapes a bowl on a turning wheel in a warm workshop, close-up of wet hands and clay, soft window light.",
-)
-VOCABULARY = (
-    "Any words, in English or Chinese. One to three sentences that name the subject, what it does, the place, the "
-    "light and the camera work best."
-)
+_UMT5: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "umt5_xxl.yaml").read_text(encoding="utf-8"))
 _LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
 _TEXTS_IN_MEMORY = 64
 """Each has 4 MB, with 512 x 4096 numbers in bfloat16."""
@@ -60,8 +50,8 @@ class WanText(TextEncoder):
     """Wan's. Each text is encoded once, as long as it is among the last in memory or in `kept`. For several threads;
     they encode one after the other."""
 
-    examples = EXAMPLES
-    vocabulary = VOCABULARY
+    examples = tuple(_UMT5["examples"])
+    vocabulary = _UMT5["vocabulary"]
     slow = True
 
     def __init__(
@@ -216,7 +206,6 @@ _TOKENIZERS = ("google/umt5-xxl", "umt5-xxl", "tokenizer", ".")
 _STEMS = ("model",)
 _TABLE, _SAME_TABLE = "shared.weight", "encoder.embed_tokens.weight"
 """The table of words, by both of its names. A file has one of them, or both, whatever its config.json says of them."""
-_ORIGINAL: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "umt5_xxl.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -232,19 +221,14 @@ class TextFiles:
         return not self.weights.is_dir()
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights, by their stored names. Reads headers, no weights.
+    def values(self) -> int:
+        """How many numbers the encoder's weights are. Reads headers, no weights.
 
         Raises:
             ConfigError: there are no weights, or they are damaged.
         """
         checkpoint = open_checkpoint(self.weights, names=_STEMS)
-        return {name: checkpoint.entries[name].shape for name in checkpoint.names}
-
-    @property
-    def values(self) -> int:
-        """How many numbers the encoder's weights are; ConfigError as `shapes`."""
-        return sum(map(prod, self.shapes.values()))
+        return sum(checkpoint.entries[name].numel() for name in checkpoint.names)
 
 
 def find_text_files(path: Path) -> TextFiles:
@@ -284,7 +268,7 @@ def read_config(files: TextFiles) -> UMT5Config:
         ConfigError: no encoder of this kind.
     """
     if files.original:
-        return UMT5Config(**_ORIGINAL["config"])
+        return UMT5Config(**_UMT5["config"])
     path = files.weights / "config.json"
     try:
         stored = read_object(path)
@@ -329,9 +313,9 @@ def load_encoder(files: TextFiles, config: UMT5Config, device: torch.device, dty
 def _name(original: str) -> str:
     """transformers' name of a tensor of the original file; an unknown name stays as it is."""
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", original)
-    if match is None or match[2] not in _ORIGINAL["block"]:
-        return str(_ORIGINAL["top"].get(original, original))
-    return f"encoder.block.{match[1]}.{_ORIGINAL['block'][match[2]]}.weight"
+    if match is None or match[2] not in _UMT5["block"]:
+        return str(_UMT5["top"].get(original, original))
+    return f"encoder.block.{match[1]}.{_UMT5['block'][match[2]]}.weight"
 
 
 def load_tokenizer(path: Path, words: int) -> Any:

@@ -15,6 +15,7 @@ SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt",
 """Endings of a file, of the index of several, and of torch's files."""
 USUAL_STEMS = ("diffusion_pytorch_model",)
 Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Kind = TypeVar("_Kind")
 
 

@@ -23,6 +23,7 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed import rendezvous
+from streamdiff.pipeline.planner.costs import BY_DEVICE, estimate
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
@@ -31,9 +32,9 @@ from streamdiff.pipeline.planner.partition import (
     Blocks,
     Workload,
     check_ranks,
+    choose_layout,
     max_rows_of,
     rows_carried,
-    split_evenly,
 )
 from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
 from streamdiff.session_state.swap_store import SwapStore
@@ -55,9 +56,9 @@ class LoadPlan:
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
     the denoise steps of a session that does not name its own, `choices` says why settings are as they are, a line for
     each, `notes` what a user should know, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one
-    call decodes, and `runs` first and last block (exclusive) of each stage: by the profile's costs, or even shares.
-    With `reference` embeddings come in and latents out, so there is neither text encoder nor decoder; blocks stay in
-    even shares, and the autoencoder is in float32.
+    call decodes, and `runs` first and last block (exclusive) of each stage.
+    With `reference` embeddings come in and latents out, so there is neither text encoder nor decoder, and the
+    autoencoder is in float32.
 
     The last three are one rank's own, see `plan_rank`: it loads its run of `runs`, to compute with `kernels` (None on a
     rank that only decodes); `limits` are its device's, from before anything was loaded."""
@@ -137,8 +138,9 @@ class LoadPlan:
         check_world(self.config)
         return rendezvous.join(self.rank_facts()) if self.config.ranks > 1 else None
 
-    def demand(self, runs: Blocks) -> Demand:
-        """What the ring takes of its devices, one session included, when its stages have these blocks."""
+    @cached_property
+    def demand(self) -> Demand:
+        """What the ring takes of its devices, one session included."""
         config, models = self.config, self.models
         on_cuda = self.device.type == "cuda"
         storage = Storage(
@@ -152,7 +154,7 @@ class LoadPlan:
         return Demand(
             self.sizes,
             storage,
-            runs,
+            self.runs,
             config.decode_rank,
             Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
@@ -176,9 +178,9 @@ class LoadPlan:
         folder = config.state_dir if isinstance(config, ServedModel) else None
         return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
 
-    def session_bytes(self, rank: int, runs: Blocks) -> int:
-        """Bytes for sessions on the rank, now that the weights are loaded."""
-        config, demand = self.config, self.demand(runs)
+    def session_bytes(self) -> int:
+        """Bytes for sessions on this rank, now that the weights are loaded."""
+        config, demand, rank = self.config, self.demand, self.rank
         work = demand.memory()[rank].work + demand.libraries
         free = free_bytes(config, self.device, _ranks_here(), work, self.swap_bytes)
         if config.device_memory_gb is None:
@@ -196,7 +198,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
 
     Raises:
         ConfigError: a model or part that is not there, or of which too little is known to run it live; settings that do
-            not go together; more stages than blocks; or a profile that cannot be read.
+            not go together; or more stages than blocks.
     """
     models = ModelLoader(config, device)
     spec = models.live_spec()
@@ -209,12 +211,26 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
     check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]
-    runs = split_evenly(sizes.blocks, config.stages)
+    runs = stage_blocks(config, sizes, steps, device.type, models.dtype.itemsize)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
         settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,
         settled.channels_last, decode_latents, runs,
     )  # fmt: skip
+
+
+def stage_blocks(config: ModelConfig, sizes: ModelSizes, steps: int, device: str, value_bytes: int) -> Blocks:
+    """First and last block (exclusive) of each stage, by estimated costs on devices of this type, for sessions of so
+    many `steps`: who does more besides has fewer."""
+    costs = estimate(
+        sizes, BY_DEVICE[device], kv_context=config.kv_context, max_rows=1, value_bytes=value_bytes,
+        shares=config.shares,
+    )  # fmt: skip
+    # Decoding on a thread of the head costs it nothing if there is a core that no rank needs.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
+    spare_core = config.decode_rank == "head" and (os.cpu_count() or 1) > here
+    load = Workload(config.stages, 1, steps, config.kv_context, 1, config.shares)
+    return choose_layout(costs, load, "own-stream" if spare_core else config.decode_rank).blocks
 
 
 def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> LoadPlan:
@@ -226,10 +242,12 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     """
     config, device, rank = plan.config, plan.device, 0 if context is None else context.rank
     kernels = None
+    if context is not None:
+        # Machines may differ in cores, by which it is decided.
+        plan = replace(plan, runs=tuple((first, end) for first, end in context.of_head("blocks", plan.runs)))
     if limits := _device_limits(config, device):
-        demand = plan.demand(plan.runs)
-        check_fit(demand, rank, limits)
-        if any(demand.total(rank) > limit for limit, _ in limits):
+        check_fit(plan.demand, rank, limits)
+        if any(plan.demand.total(rank) > limit for limit, _ in limits):
             plan = replace(plan, decode_latents=1)
             _tell(["decoder's call: a latent frame (a chunk takes more memory than there is)"], f"rank {rank}: ")
     if rank == 0:
@@ -242,7 +260,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         notes = list(plan.notes)
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-            notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
+            notes.append(offload_note(plan.demand, card, graphs=config.compile != "off"))
         _tell(filter(None, notes), "note: ", logging.WARNING)
     return replace(plan, rank=rank, limits=limits, kernels=kernels)
 
@@ -270,9 +288,9 @@ def try_kernels(
     kernels, choices = Kernels(config.attention, config.quantize), list[resolve.Choice]()
     if kernels.attention == "auto":
         shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, sizes.window_tokens(config.kv_context))
-        trial = attention_backend.try_attention(shape, device, dtype)
-        choices.append(resolve.Choice("attention", trial.fastest, trial.reason))
-        kernels = kernels._replace(attention=trial.fastest)
+        attention, reason = attention_backend.try_attention(shape, device, dtype)
+        choices.append(resolve.Choice("attention", attention, reason))
+        kernels = kernels._replace(attention=attention)
     if kernels.quantize == "auto":
         width, ffn = sizes.width, sizes.ffn_dim
         matrices = {(width, width): 6, (ffn, width): 1, (width, ffn): 1}  # text's are used once per prompt

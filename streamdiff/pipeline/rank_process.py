@@ -17,20 +17,18 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.device import bind, own_device
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder, load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
 from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
-from streamdiff.pipeline import balance, load_plan
+from streamdiff.pipeline import load_plan
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
-from streamdiff.pipeline.distributed.heartbeat import HealthMonitor, RankLoop, exit_now, link_fault
+from streamdiff.pipeline.distributed.heartbeat import RankLoop, RankWatch, exit_now, link_fault
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
-from streamdiff.pipeline.distributed.rendezvous import RankContext, StartProgress
+from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.load_plan import LoadPlan, plan_rank
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.planner.memory import check_fit
-from streamdiff.pipeline.planner.partition import Blocks
 from streamdiff.pipeline.ring import RingParts
 from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.runner.graphs import capture_on, keep_compiled_code, one_graph
@@ -42,18 +40,17 @@ from streamdiff.session_state.swap_store import SwapStore
 @dataclass(frozen=True)
 class LoadedRank:
     """The parts of one rank. `model` is None on a rank that only decodes, a `Model` on rank 0; `decoder` is None where
-    another rank decodes. `runs` are first and last block (exclusive) of each stage. `memory` is what there is for
-    sessions, now that the weights are loaded; `swaps` keeps those that are swapped out."""
+    another rank decodes. `memory` is what there is for sessions, now that the weights are loaded; `swaps` keeps those
+    that are swapped out."""
 
     model: StageModel | None
     decoder: PictureDecoder | None
-    runs: Blocks
     memory: RankMemory
     swaps: SwapStore
 
 
-def load_rank(plan: LoadPlan, context: RankContext | None = None) -> LoadedRank:
-    """Load the parts of `plan`; `context` is None where there is one rank. Mutates: torch's flag for cuDNN.
+def load_rank(plan: LoadPlan) -> LoadedRank:
+    """Load the parts of `plan`. Mutates: torch's flag for cuDNN.
 
     Raises:
         ConfigError: parts that are missing or do not fit; or as `LoadPlan.swap_store`.
@@ -63,28 +60,26 @@ def load_rank(plan: LoadPlan, context: RankContext | None = None) -> LoadedRank:
         torch.backends.cudnn.benchmark = plan.cudnn_benchmark
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
-    model, runs = None, plan.runs
     decoder = _load_decoder(plan) if plan.rank == config.decode_rank_number and not plan.reference else None
     text = reencoder = None
-    if plan.kernels is not None:
-        model, runs = _load_stage(plan, decoder, context)
+    model = None if plan.kernels is None else _load_stage(plan)
     if model is not None and plan.rank == 0:
         if not plan.reference:
             text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
             dtype = torch.float32 if plan.reference else plan.models.decoder_dtype
-            reencoder = FirstFrameReencoder.load(found.found_vae, device, dtype)
+            reencoder = load_autoencoder(found.found_vae, "both", device, dtype)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
-    free = plan.session_bytes(plan.rank, runs)
+    free = plan.session_bytes()
     if text is not None and device.type == "cuda":
         free = max(0, free - awaited_bytes(text, device))
-    return LoadedRank(model, decoder, runs, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
+    return LoadedRank(model, decoder, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
 
 
 def _load_decoder(plan: LoadPlan) -> PictureDecoder:
-    network = load_decoder(plan.models.model.found_vae, plan.device, plan.models.decoder_dtype)
+    network = load_autoencoder(plan.models.model.found_vae, "decoder", plan.device, plan.models.decoder_dtype)
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9.
     if plan.channels_last is not None:
         network.set_channels_last(plan.channels_last)
@@ -92,38 +87,21 @@ def _load_decoder(plan: LoadPlan) -> PictureDecoder:
     return PictureDecoder(network, layout)
 
 
-def _load_stage(
-    plan: LoadPlan, decoder: PictureDecoder | None, context: RankContext | None
-) -> tuple[StageModel, Blocks]:
-    """The rank's run of the transformer's blocks, and the runs of all. Each stage of a ring measures
-    the even share that it has loaded; where its share then turns out to be another, that one is loaded instead."""
-    config, runs, stage = plan.config, plan.runs, plan.rank // plan.config.shares
-    even = context is not None and not plan.reference
-    host = torch.device("cpu") if config.offload != "none" else None
-    while True:
-        denoiser = plan.models.transformer(runs[stage], plan.kernels, host)
-        if host is not None:
-            denoiser = block_offload.offload(denoiser, plan.device)
-        model = StageModel(plan.spec, denoiser)
-        if context is None or not even:
-            return model, runs
-        measured = balance.measure(model, decoder, plan.device, (stage, config.stages), config.kv_context)
-        costs = balance.gather_costs(context, measured, config.stages, config.shares, plan.sizes.blocks)
-        before, runs = runs, balance.assign_blocks(config, plan.steps, costs)
-        if runs[stage] == before[stage]:
-            return model, runs
-        check_fit(plan.demand(runs), plan.rank, plan.limits)
-        even = False
-        del model, denoiser  # two at once may be more than there is memory for
+def _load_stage(plan: LoadPlan) -> StageModel:
+    """The rank's run of the transformer's blocks."""
+    offloaded = plan.config.offload != "none"
+    run = plan.runs[plan.rank // plan.config.shares]
+    denoiser = plan.models.transformer(run, plan.kernels, torch.device("cpu") if offloaded else None)
+    return StageModel(plan.spec, block_offload.offload(denoiser, plan.device) if offloaded else denoiser)
 
 
-def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progress: StartProgress) -> None:
+def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, watch: RankWatch) -> None:
     """Make the stage's graphs, if the configuration wants them, for as many sessions as keep the ring busy and have
     room. Takes minutes, and talks to no other rank: so all ranks do it at the same time, and `RankContext.meet`
-    afterwards. Mutates: stage, progress."""
+    afterwards. Mutates: stage, watch."""
     if (kept := plan.preallocated) is not None:
         keep_compiled_code()
-        stage.compile(kept, memory=memory, max_rows=plan.max_rows, on_progress=progress.report)
+        stage.compile(kept, memory=memory, max_rows=plan.max_rows, on_progress=watch.report_graphs)
 
 
 def compile_decoder(plan: LoadPlan, decoder: PictureDecoder | None, threads: int) -> None:
@@ -150,7 +128,7 @@ class StartedRank(NamedTuple):
     loaded: LoadedRank
     parts: RingParts | None
     decode_links: tuple[Sender, Receiver] | None
-    context: RankContext | None
+    watch: RankWatch
     memories: list[RankMemory]
 
     @property
@@ -167,39 +145,29 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
         ConfigError: parts that are missing, or a ring that cannot be built.
     """
     config, device, number = plan.config, plan.device, 0 if context is None else context.rank
-    progress = start_progress(context, config)
+    watch = RankWatch(context, config.stages, config.shares)
     plan = plan_rank(plan, context)
-    loaded, place = load_rank(plan, context), StageTopology.of(config, number, device, plan.max_rows)
+    loaded, place = load_rank(plan), StageTopology.of(config, number, device, plan.max_rows)
     if context is not None:
         context.send_memory(loaded.memory)
     parts = links = None
     if loaded.model is not None:
-        parts = connect_stage(loaded.model, place, device, progress.enter)
+        parts = connect_stage(loaded.model, place, device, watch.enter)
         parts.stage.swaps = loaded.swaps
         if context is not None:
             parts.stage.exchange = StoreExchange(context.store)
     else:
         join_edges(place, plan.spec, device)
-    progress.enter("graphs")
+    watch.enter("graphs")
     if config.decode_rank_number and number in (0, config.decode_rank_number):
         links = decode_links(plan.spec, number, config.decode_rank_number, device, plan.pixel_format)
     if parts is not None:
-        compile_stage(plan, parts.stage, loaded.memory, progress)
+        compile_stage(plan, parts.stage, loaded.memory, watch)
     # Beside a stage it has a thread of its own, alone it is the process.
     compile_decoder(plan, loaded.decoder, DECODE_THREADS if parts is not None else torch.get_num_threads())
     memories = [loaded.memory] if context is None else context.receive_memories() if number == 0 else []
-    progress.finish()
-    return StartedRank(plan, loaded, parts, links, context, memories)
-
-
-def start_progress(context: RankContext | None, config: ModelConfig) -> StartProgress:
-    """A start that ends this process when a rank of the ring stands still: its own thread may be what hangs."""
-
-    def end(fault: str) -> None:
-        assert context is not None, "a single rank waits for no other"
-        exit_now(f"rank {context.rank} ends: {fault}")
-
-    return StartProgress(context, config.stages, end, config.shares)
+    watch.ready()
+    return StartedRank(plan, loaded, parts, links, watch, memories)
 
 
 # ---- all ranks but rank 0 --------------------------------------------------------------------------------------------
@@ -234,37 +202,35 @@ def run_rank(plan: LoadPlan) -> None:
         timer, exchange = loops[0].timer if loops else None, StoreExchange(context.store)
         at_once = rank.plan.decode_latents
         loops.append(DecodeWorker(loaded.decoder, receiver, sender, device, at_once, timer, exchange, loaded.swaps))
-    work(loops, context, plan.config.watchdog_s, device)
+    work(loops, rank.watch, plan.config.watchdog_s, device)
     loaded.swaps.close()
 
 
-def work(workers: Sequence[RankLoop], context: RankContext, watchdog_s: float, device: torch.device) -> None:
+def work(workers: Sequence[RankLoop], watch: RankWatch, watchdog_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own. Mutates: the process's signal
     handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_later)
     atexit.register(exit_now)
-    monitor = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), watchdog_s)
-    monitor.start()
+    watch.begin(workers, watchdog_s)
     others = [
-        threading.Thread(target=_run_on_thread, args=(worker, monitor, context, device), daemon=True)
-        for worker in workers[1:]
+        threading.Thread(target=_run_on_thread, args=(worker, watch, device), daemon=True) for worker in workers[1:]
     ]
     for thread in others:
         thread.start()
-    _run(workers[0], monitor, context)
+    _run(workers[0], watch)
     for thread in others:
         thread.join()
-    monitor.finish()
+    watch.finish()
     atexit.unregister(exit_now)
 
 
-def _run_on_thread(worker: RankLoop, monitor: HealthMonitor, context: RankContext, device: torch.device) -> None:
+def _run_on_thread(worker: RankLoop, watch: RankWatch, device: torch.device) -> None:
     """Run a second loop on a thread; the rank ends with it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
     threading.excepthook = _exit_on_error
-    _run(worker, monitor, context)
+    _run(worker, watch)
 
 
 def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
@@ -273,15 +239,17 @@ def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
     exit_now()
 
 
-def _run(worker: RankLoop, monitor: HealthMonitor, context: RankContext) -> None:
+def _run(worker: RankLoop, watch: RankWatch) -> None:
     """Run a loop; if it raises, report the fault to the other ranks, with what was being executed, and re-raise."""
+    assert watch.context is not None, "a worker has others"
+    rank = watch.context.rank
     try:
         worker.run()
     except LinkClosed as error:
-        exit_now(f"rank {context.rank} ends: {monitor.report(link_fault(error, context.rank, worker, monitor))}")
+        exit_now(f"rank {rank} ends: {watch.report(link_fault(error, rank, worker, watch))}")
     except Exception as error:
-        error.add_note(f"on rank {context.rank}, {worker.where()}")
-        monitor.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
+        error.add_note(f"on rank {rank}, {worker.where()}")
+        watch.report(f"rank {rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 

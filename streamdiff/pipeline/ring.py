@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.core import MicroStep, control_values
-from streamdiff.errors import RequestError
+from streamdiff.errors import NOT_FINITE, RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.device_timer import DeviceTimer
@@ -84,7 +84,7 @@ class Ring:
         self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
         self._row_states: deque[list[SamplerState | None]] = deque()  # of each message in the ring that of each row
         self._finished: list[Finished] = []  # that `sample` has not returned yet
-        self._answers: deque[tuple[MessageKind, SessionUpdate]] = deque()  # come back, of messages that are answered
+        self._answers: list[tuple[MessageKind, SessionUpdate]] = []  # come back, of messages that are answered
         self.faults = ReturnedRows()
         """Handles rows that fail and their sessions; the caller sets its `on_fault`."""
         self._stopping = False
@@ -180,7 +180,7 @@ class Ring:
                 kept += own
             except ROW_ERRORS as error:
                 check_own(error)
-                self.faults.fail_session(session, own[0], describe(error, f"{at(own[0])} could not begin"))
+                self.faults.fail_session(session, describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def _send_rest(self) -> None:
@@ -237,7 +237,7 @@ class Ring:
             finished = self.sampler.advance(row, flow)
         except ROW_ERRORS as error:
             check_own(error)
-            self.faults.fail_session(row.session, row, describe(error, f"{at(row)} could not be taken over"))
+            self.faults.fail_session(row.session, describe(error, f"{at(row)} could not be taken over"))
             return []
         self.scheduler.returned(row)
         return [] if finished is None else [finished]
@@ -255,23 +255,10 @@ class Ring:
             tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
             self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
         else:
-            self.faults.fail_session(row.session, row, fault)
+            nan = f"{at(row)}: what the model computes for it are {NOT_FINITE}"
+            self.faults.fail_session(row.session, fault or nan)
 
     # ---- what is in the ring -------------------------------------------------------------------------------------
-
-    def await_returns(self, wait_s: float) -> list[Finished]:
-        """The chunks that came back finished until nothing is in the ring any more; nothing enters meanwhile.
-
-        Raises:
-            LinkClosed: the last stage is gone.
-            RuntimeError: nothing came back within `wait_s`.
-        """
-        finished: list[Finished] = []
-        while before := len(self.in_ring):
-            finished += self._take_back(wait_s)
-            if len(self.in_ring) == before:
-                raise RuntimeError(f"nothing came back within {wait_s:g} s; in the ring: {self.contents}")
-        return finished
 
     @property
     def has_work(self) -> bool:
@@ -284,21 +271,24 @@ class Ring:
         """Whether something is in the ring that will come back."""
         return bool(self.in_ring)
 
-    @property
-    def messages(self) -> list[StageMessage]:
-        """What is in the ring, and what enters before anything else."""
-        return [*self.in_ring, *self.queued]
+    def occupied(self, session: int) -> bool:
+        """Whether something of a session, the present one or one before it, is in the ring or about to enter."""
+        return any(
+            session in {row.session for row in message.rows}
+            or (message.update is not None and message.update.session == session)
+            for message in (*self.in_ring, *self.queued)
+        )
 
     @property
     def contents(self) -> str:
         """What is in the ring, oldest first, for messages."""
         return ", ".join(str(message) for message in self.in_ring) or "nothing"
 
-    def take_answers(self, kind: MessageKind) -> list[SessionUpdate]:
-        """What has come back of such messages since the last call, with the outcome on all stages. Mutates: self."""
-        answers = self._answers
-        self._answers = deque(each for each in answers if each[0] is not kind)
-        return [update for each, update in answers if each is kind]
+    def take_answers(self) -> list[tuple[MessageKind, SessionUpdate]]:
+        """What has come back since the last call of messages that are answered, with the outcome on all stages.
+        Mutates: self."""
+        answers, self._answers = self._answers, []
+        return answers
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` called, from any thread, when something comes back."""
@@ -438,7 +428,8 @@ class Ring:
         self._forget_retries(session)
         self._change_steps()
         self._begin_at(session, state)
-        self.tell(MessageKind.RESET, SessionUpdate(session, epoch))
+        update = SessionUpdate(session, epoch, steps=schedule.steps, kv_context=old.kv_context)
+        self.tell(MessageKind.RESET, update)
         self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), conditioning)
 
     def close_session(self, session: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from streamdiff.core import MicroStep
-from streamdiff.errors import NOT_FINITE, EngineFailure
+from streamdiff.errors import EngineFailure
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 
 if TYPE_CHECKING:
@@ -136,18 +136,17 @@ class ReturnedRows:
         self._retrying.add(row)
         return True
 
-    def fail_session(self, session: int, row: MicroStep, fault: str | None) -> None:
-        """Add a session to `failed_sessions`, and report it to `on_fault`; `fault` is why, None: NaN. Mutates: self.
+    def fail_session(self, session: int, reason: str, streak: Streak | None = None) -> None:
+        """Add a session to `failed_sessions`, and report it to `on_fault`. `streak` counts it; None: that of forwards.
+        Mutates: self, streak.
 
         Raises:
             EngineFailure: too many sessions fail in a row, see `Streak`.
         """
-        if session in self.failed_sessions:
-            return
-        self.failed_sessions.add(session)
-        reason = fault or f"{at(row)}: what the model computes for it are {NOT_FINITE}"
-        self._streak.record_failure(reason)
-        self.on_fault(session, reason)
+        if session not in self.failed_sessions:
+            self.failed_sessions.add(session)
+            (streak or self._streak).record_failure(reason)
+            self.on_fault(session, reason)
 
     def forget(self, session: int) -> None:
         """Remove a session from `failed_sessions`: its slot has another stream, or none. Mutates: self."""
@@ -212,14 +211,18 @@ class StageGuard:
         if kind in (MessageKind.OPEN, MessageKind.CLOSE):
             self.broken.pop(update.session, None)
         if (why := self.broken.get(update.session)) is not None:
-            if kind is MessageKind.SAVE:  # the head waits for it
-                self._stage.saving.refuse(update, why)
+            if kind is MessageKind.COPY_OUT and update.saved:  # the head waits for it
+                self._stage.mover.refuse(update, why)
             return message
         try:
             return replace(message, update=self._stage.apply_update(kind, update, message.tensors))
         except ROW_ERRORS as error:
             check_own(error)
-            if self._stage.group is not None or kind in (MessageKind.SAVE, MessageKind.CLOSE):
+            if (
+                self._stage.group is not None
+                or kind is MessageKind.CLOSE
+                or (kind is MessageKind.COPY_OUT and update.saved)
+            ):
                 raise
             self.broken[update.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
         return message

@@ -22,7 +22,7 @@ from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule, blended
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece, RemoteDecoding
+from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
@@ -30,8 +30,7 @@ from streamdiff.pipeline.ring import Ring, RingParts
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
 from streamdiff.pipeline.runner.sampler import Finished
-from streamdiff.pipeline.snapshot.saving import RingSaving
-from streamdiff.pipeline.snapshot.swapping import RingSwapping
+from streamdiff.pipeline.snapshot.resting import RestingStates
 from streamdiff.pipeline.throughput import PipelineFigures
 from streamdiff.pipeline.video_input.feeding import VideoInputs
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -90,15 +89,14 @@ class StreamingPipeline(Ring):
         self._finished_costs: list[float] = []  # of the chunks that this step finished
         self.on_fault: OnFault = fail_all
         """Called within `step` with a session that has failed and is to be closed, and why."""
-        self.failed: set[int] = set()
         self._decoding_streak = Streak()
-        self.faults.on_fault = self._fail
+        self.faults.on_fault = lambda session, why: self.on_fault(session, why)
         self.decoding = self._decode_where(model, workers, device, at_once)
         self.notify(self.wake)
         if workers is not None:
             workers.start(self, self.wake)
         self.figures = PipelineFigures(self.info, self, workers, budget)
-        self.swapping, self.saving = RingSwapping(self), RingSaving(self)
+        self.resting = RestingStates(self)
         self.video = VideoInputs(pictures, spec, self.wake)
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
@@ -165,9 +163,9 @@ class StreamingPipeline(Ring):
         return conditioning, None if latents is None else torch.from_numpy(np.array(latents)), given
 
     def reset(self, session: int, conditioning: Tensor, *, epoch: int, **more: Any) -> None:
-        """As `Ring.reset`; the frame credit is 0 until it is set again. Not of a session that `is_away`."""
-        self.swapping.forget(session)
-        self.saving.forget(session)
+        """As `Ring.reset`; the frame credit is 0 until it is set again. A session that is swapped out was told to come
+        back before (`swap_in`), as that takes memory."""
+        self.resting.forget(session)
         self.scheduler.hold(session, False)
         super().reset(session, conditioning, epoch=epoch, **more)
         self._begin(session, self.streams[session].background, epoch)
@@ -206,8 +204,7 @@ class StreamingPipeline(Ring):
 
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
-        self.swapping.forget(session)
-        self.saving.forget(session)
+        self.resting.forget(session)
         self.video.forget(session)
         super().close_session(session)
         if self.budget is not None:
@@ -232,10 +229,8 @@ class StreamingPipeline(Ring):
         return self.collect(0.0 if message or finished else wait_s)
 
     def attend(self) -> None:
-        """Begin a step: continue with swapping and with live video, where there are any. Mutates: self, ring."""
+        """Begin a step: continue with live video, where there is any. Mutates: self, ring."""
         self._began_s = clock.monotonic_s()
-        if self.swapping.away:
-            self.swapping.advance()
         if self.video.inputs:
             self.video.poll()
             for session in self.video.inputs:
@@ -275,8 +270,8 @@ class StreamingPipeline(Ring):
 
     def collect(self, wait_s: float) -> list[Frames]:
         """The frames that are decoded by now; waits up to `wait_s` for some, while any are to come. Mutates: self."""
-        if self._saves and self.saving.advance():
-            wait_s = 0.0  # the next piece is to be copied
+        if (self.resting.savings or self.resting.away) and self.resting.advance():
+            wait_s = 0.0  # the next piece is to be copied, or a session goes on
         undelivered, self.undelivered = self.undelivered, []
         frames = undelivered + self._collect(0.0 if undelivered else wait_s)
         if self._finished_costs:
@@ -294,14 +289,9 @@ class StreamingPipeline(Ring):
 
     @property
     def _others_busy(self) -> bool:
-        """Whether something will come of swapping, saving or encoding video."""
-        swapping, feeding = self.swapping.away and self.swapping.coming, self.video.inputs and self.video.encoding
-        return self._saves or bool(swapping or feeding)
-
-    @property
-    def _saves(self) -> bool:
-        """Whether something is being saved or loaded."""
-        return bool(self.saving.savings)
+        """Whether something will come of saving, swapping or encoding video."""
+        resting = (self.resting.savings or self.resting.away) and self.resting.busy
+        return bool(resting or (self.video.inputs and self.video.encoding))
 
     def memory_bytes(self) -> int:
         """Bytes that this process has taken of its GPU, or without one of the machine's memory."""
@@ -319,7 +309,7 @@ class StreamingPipeline(Ring):
             self.profiler.close()
         hung = self.worker.timer.hung
         self.video.close(abandon=hung)
-        self.saving.close()
+        self.resting.close()
         self.decoding.close(abandon=hung)
         self.stage.swaps.close()
         if self._workers is not None:
@@ -344,10 +334,10 @@ class StreamingPipeline(Ring):
     def _decode_where(self, model: Model, workers: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
         stage = self.stage
         if workers is not None and (links := workers.decode_links) is not None:
-            return RemoteDecoding(*links, model.spec, self._deliver, self.wake, stage.exchange, stage.device)
+            return Decoding.elsewhere(*links, self._deliver, self.wake, stage.exchange, stage.device)
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        return LocalDecoding(
+        return Decoding.here(
             model.decoder, self._deliver, self.wake, device, at_once, self.worker.timer, stage.swaps
         )  # fmt: skip
 
@@ -355,7 +345,6 @@ class StreamingPipeline(Ring):
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
         from here. Mutates: self."""
         self._end(session)
-        self.failed.discard(session)
         stream = self.streams[session] = StreamProgress(next(self._numbers), session, background)
         self.video.begin_again(session, self.sampler.sessions[session])
         given = self.sampler.sessions[session].given_latents
@@ -414,16 +403,9 @@ class StreamingPipeline(Ring):
     def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
         """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
         Mutates: self."""
-        if stream.session not in self.failed:
-            name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
-            why = self.stage.exchange.pop_text(name) or piece.fault
-            self._decoding_streak.record_failure(why)
-            self._fail(stream.session, why)
-
-    def _fail(self, session: int, why: str) -> None:
-        if session not in self.failed:
-            self.failed.add(session)
-            self.on_fault(session, why)
+        name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
+        why = self.stage.exchange.pop_text(name) or piece.fault
+        self.faults.fail_session(stream.session, why, self._decoding_streak)
 
     def _look(self) -> None:
         """Re-raise a decoding error on the caller's thread."""

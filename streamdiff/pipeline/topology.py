@@ -21,7 +21,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
-from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
+from streamdiff.pipeline.distributed.context_parallel import stage_group
 from streamdiff.pipeline.distributed.link import NoLink, Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
@@ -89,7 +89,7 @@ def connect_stage(
     """A rank's stage, and what leads from it. `model` has its blocks only. With `nccl` all ranks of the default group,
     which is one of gloo, call this or `join_edges`; it returns when all have, and `on_edge` is told which edge is
     next."""
-    group = share_stages(topology, model.spec, device)
+    group = stage_group(topology.stages, topology.shares, model.spec.chunk_latents, device)
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
     if not topology.edges:
         return RingParts(stage)
@@ -143,17 +143,9 @@ def _connect_nccl(
     return senders, receivers
 
 
-def share_stages(topology: StageTopology, spec: ModelSpec, device: torch.device) -> ContextGroup | None:
-    """This rank's group where several share a stage, else None. All ranks of the default group call this together,
-    before they connect."""
-    if topology.shares == 1:
-        return None
-    return stage_group(topology.stages, topology.shares, spec.chunk_latents, device)
-
-
 def join_edges(topology: StageTopology, spec: ModelSpec, device: torch.device) -> None:
     """What a rank without an edge does while the others `connect`: all ranks make groups together."""
-    share_stages(topology, spec, device)
+    stage_group(topology.stages, topology.shares, spec.chunk_latents, device)
     if topology.link == "nccl" and topology.edges:  # the head of a ring without edges does not `connect`
         edge_groups(topology.stages, device, shares=topology.shares)
         dist.barrier()

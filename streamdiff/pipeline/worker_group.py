@@ -11,13 +11,12 @@ from streamdiff.errors import EngineFailure
 from streamdiff.pipeline.distributed.heartbeat import (
     HEARTBEAT_S,
     LEAVE_S,
-    HealthMonitor,
     Heartbeat,
+    RankWatch,
     exit_now,
     link_fault,
 )
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
-from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.ring import Ring
 
 _NOTICE_S = 2.0
@@ -29,19 +28,21 @@ class WorkerGroup:
     """Rank 0's side of a ring over several processes."""
 
     def __init__(
-        self, context: RankContext, watchdog_s: float, decode_links: tuple[Sender, Receiver] | None = None
+        self, watch: RankWatch, watchdog_s: float, decode_links: tuple[Sender, Receiver] | None = None
     ) -> None:
         """`decode_links` lead to the rank that decodes and back; None: this one does."""
-        self.context, self.decode_links, self._watchdog_s = context, decode_links, watchdog_s
+        assert watch.context is not None, "a ring over several processes"
+        self.context, self._watch = watch.context, watch
+        self.decode_links, self._watchdog_s = decode_links, watchdog_s
         self._fault: str | None = None
         self._since: list[Heartbeat] = []
 
     def start(self, ring: Ring, wake: Callable[[], None]) -> None:
-        """Begin to watch; `wake` is called, from another thread, when there is a fault. Before anything else."""
+        """Watch the ring; `wake` is called, from another thread, when there is a fault. Before anything else."""
         self.ring, self._wake = ring, wake
-        self._watch = HealthMonitor(self.context, [ring.worker], self._on_fault, self._watchdog_s)
+        self._watch.on_fault = self._on_fault
         atexit.register(exit_now)
-        self._watch.start()
+        self._watch.begin([ring.worker], self._watchdog_s)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that
@@ -68,7 +69,7 @@ class WorkerGroup:
     def occupancy(self) -> list[float]:
         """Share of the time since the ring was warm that each rank has spent at work. The first call, when it is
         warm, begins to count."""
-        now = [beat for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank)) is not None]
+        now = self._watch.heartbeats()
         if not self._since:
             self._since = now
         pairs = zip(self._since, now, strict=True)
@@ -76,18 +77,15 @@ class WorkerGroup:
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank's device was at work since its process began, as it said last."""
-        beats = [self._watch.last_heartbeat(rank) for rank in range(self.context.ranks)]
-        return [beat.busy_s if beat is not None else 0.0 for beat in beats]
+        return [beat.busy_s for beat in self._watch.heartbeats()]
 
     def hear(self) -> None:
         """Wait for a new heartbeat of every rank, or a fault; at most `LEAVE_S`."""
-        known = {rank: beat.number for rank in range(self.context.ranks) if (beat := self._watch.last_heartbeat(rank))}
-        end_s = clock.monotonic_s() + LEAVE_S
-        for rank in range(self.context.ranks):
-            while (beat := self._watch.last_heartbeat(rank)) is None or beat.number <= known.get(rank, 0):
-                if self._fault is not None or clock.monotonic_s() >= end_s:
-                    return
-                threading.Event().wait(HEARTBEAT_S / 10)
+        known, end_s = [beat.number for beat in self._watch.heartbeats()], clock.monotonic_s() + LEAVE_S
+        while self._fault is None and clock.monotonic_s() < end_s:
+            if all(beat.number > before for beat, before in zip(self._watch.heartbeats(), known, strict=True)):
+                return
+            threading.Event().wait(HEARTBEAT_S / 10)
 
     def leave(self) -> None:
         """End the ring: in order where it is whole, else at once."""

@@ -19,15 +19,16 @@ from starlette.staticfiles import StaticFiles
 
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
-from streamdiff.server.app_state import AppState
+from streamdiff.engine.process.supervisor import EngineSupervisor
+from streamdiff.server.app_state import AppState, state_of
 from streamdiff.server.auth import read_tokens
 from streamdiff.server.media.encoder import Format, choose
-from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
+from streamdiff.server.middleware import GuardMiddleware, not_ready
 from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
 from streamdiff.server.routes import control, sessions, videos, webrtc
+from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
-from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
 STATIC = resources.files("streamdiff.server") / "static"
@@ -54,7 +55,7 @@ class _App(FastAPI):
 def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
-    app.state.app_state, app.state.loading = None, LoadingStatus()
+    app.state.app_state, app.state.loading = None, not_ready()
     routers = [webrtc.watching, webrtc.feeding, sessions.router, control.router, control.probes, videos.router]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
@@ -77,7 +78,7 @@ def create_app(config: Config) -> FastAPI:
 
 @asynccontextmanager
 async def attach_engine(
-    app: FastAPI, config: Config, connection: EngineConnection, ready: Ready
+    app: FastAPI, config: Config, connection: EngineSupervisor, ready: Ready
 ) -> AsyncIterator[AppState]:
     """Context manager: serve the sessions of a warm engine. Mutates: app, which answers that the model is loading until
     the default session was requested.
@@ -104,7 +105,7 @@ async def attach_engine(
         finally:
             if state.jobs is not None:
                 await state.jobs.stop()
-            await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
+            await state.outputs.stop()
             await state.feeders.stop()
             await state.viewers.stop()
             await state.manager.stop()
@@ -126,6 +127,8 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
 
     @app.exception_handler(Problem)
     async def on_problem(request: Request, problem: Problem) -> Response:
+        if isinstance(problem, ControlError):
+            state_of(request).metrics.controls.labels("any", problem.code).inc()
         return respond(problem, route_path(request.scope))
 
     @app.exception_handler(RequestValidationError)

@@ -14,25 +14,26 @@ from starlette.requests import HTTPConnection
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
+from streamdiff.engine.process.supervisor import EngineSupervisor
 from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
 from streamdiff.server.jobs import runner as job_runner
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.encoder import Codec
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Output, Target
+from streamdiff.server.outputs.output import Outputs, Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import EngineStatus
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, Manager
+from streamdiff.server.sessions.manager import DEFAULT_SESSION, Manager
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Feeders, Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
 MAX_SOCKETS = 64
-MAX_SNAPSHOTS = 2
+MAX_SNAPSHOTS, MAX_CLIPS = 2, 8
 _BEARER = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
 SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 
@@ -43,7 +44,7 @@ class AppState:
     def __init__(
         self,
         config: Config,
-        connection: EngineConnection,
+        connection: EngineSupervisor,
         ready: Ready,
         codecs: tuple[Codec, ...],
         tokens: Tokens,
@@ -64,32 +65,30 @@ class AppState:
         self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
-        allowed = AllowedTargets(serve.output_targets)
-        self.session_outputs = AddedOutputs(allowed, self.metrics, self.ice_servers)
-        self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
-        """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
+        self.outputs = Outputs(serve.output_targets, self.metrics, self.ice_servers)
+        self.snapshots, self.clips = asyncio.Semaphore(MAX_SNAPSHOTS), asyncio.Semaphore(MAX_CLIPS)
+        """Places for files that are being taken or sent, which lie in memory meanwhile."""
         self.snapshot_key = read_snapshot_key(serve)
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())
-        self.jobs: JobRunner | None = None
+        self.jobs = None if serve.jobs_dir is None else self._make_jobs(Path(serve.jobs_dir).expanduser(), connection)
         """None: this server makes no videos."""
         self.metrics.viewers_limit.set(serve.max_viewers)
-        self.metrics.jobs_limit.set(0 if serve.jobs_dir is None else job_runner.QUEUE)
-        if serve.jobs_dir is not None:
-            self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
+        self.metrics.jobs_limit.set(0 if self.jobs is None else job_runner.QUEUE)
         default = partial(self.manager.get, DEFAULT_SESSION)
-        self.outputs = [Output(target, default, self.metrics, allowed.allows, self.ice_servers) for target in targets]
+        self.outputs.configured = [self.outputs.begin(target, default) for target in targets]
 
-    async def _session_ends(self, session: LiveSession, reason: str) -> None:
+    async def _session_ends(self, session: LiveSession) -> None:
         """Close a session's viewers, outputs and senders."""
         await self.feeders.end_session(session)
         await self.viewers.end_session(session)
-        await self.session_outputs.end_session(session)
+        await self.outputs.end_session(session)
 
-    def _make_jobs(self, store: JobStore, connection: EngineConnection) -> JobRunner:
+    def _make_jobs(self, folder: Path, connection: EngineSupervisor) -> JobRunner:
         """The runner of the server's jobs, connected to the manager's events. Mutates: manager."""
         # A `clean` session has one step in the ring at most, so it takes one for each stage to leave none idle.
         stages = self.config.model.stages if self.config.model.kv_context == "clean" else 1
+        store = JobStore(folder, self.config.serve.name)
         runner = JobRunner(
             store, self.config.serve, connection.send, lambda: self.manager.ready, self.metrics, at_once=stages
         )
@@ -194,8 +193,7 @@ class AppState:
         engine = self.manager.engine
         if engine.running and session is not None:
             engine = EngineStatus("opening") if session.engine.running else session.engine
-        headers = {"Retry-After": str(engine.retry_after_s)}
-        return Problem(503, engine.message(may_control), headers, code=engine.code)
+        return engine.unavailable(may_control)
 
 
 def _token_of(request: HTTPConnection) -> str | None:

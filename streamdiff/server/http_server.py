@@ -44,13 +44,13 @@ BACKLOG = 512
 ACCEPTS = 8
 """Connections accepted in a turn of the loop: those above the limits are closed in the next ones."""
 FULL_AGAIN_S = 60.0
+"""After which it is logged again that descriptors are used up."""
 REQUEST_S = 10.0
 """Seconds within which a request's head, and then its body, has to arrive; of a larger body so many more that it may
 come at BODY_BYTES_PER_S."""
 BODY_BYTES_PER_S = 1_600_000
 MAX_CONNECTIONS = 10_000
 """Open at the same time, where there are file descriptors for so many."""
-"""After which it is logged again that descriptors are used up."""
 Admission = Literal["served", "crowded", "refused"]
 logger = logging.getLogger(__name__)
 
@@ -205,12 +205,11 @@ class BoundedProtocol(H11Protocol):
         self._waits_for = waits_for
         if self._timer is not None:
             self._timer.cancel()
-        limit_s = self._body_limit_s() if state is h11.SEND_BODY else REQUEST_S
+        limit_s = REQUEST_S
+        if state is h11.SEND_BODY:
+            length = next((int(value) for name, value in self.scope["headers"] if name == b"content-length"), 0)
+            limit_s = max(REQUEST_S, min(length, self._largest_bytes) / BODY_BYTES_PER_S)
         self._timer = self.loop.call_later(limit_s, self._expire) if waits_for is not None else None
-
-    def _body_limit_s(self) -> float:
-        given = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"0")
-        return max(REQUEST_S, min(int(given), self._largest_bytes) / BODY_BYTES_PER_S)
 
     def _expire(self) -> None:
         # Where the loop was busy, what has come meanwhile is in the socket still: one more turn of the loop reads it.

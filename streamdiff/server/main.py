@@ -19,6 +19,8 @@ from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
+from fastapi import FastAPI
+
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Ready
@@ -32,8 +34,9 @@ from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import ACCEPTS, BACKLOG, MAX_CONNECTIONS, SPARE, HttpServer
 from streamdiff.server.load import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
-from streamdiff.server.middleware import LoadingStatus
+from streamdiff.server.middleware import not_ready
 from streamdiff.server.sessions.keeper import open_folders
+from streamdiff.server.tasks import end_tasks
 from streamdiff.server.webrtc.aiortc_compat import host_addresses
 from streamdiff.server.webrtc.ice import UdpPortLoop
 
@@ -178,7 +181,7 @@ async def _serve(
     http = HttpServer(app, config.serve, connections)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
-        if not await _unless_shut_down(_start_engine(config, engine, app.state.loading, fetch), shutdown):
+        if not await _unless_shut_down(_start_engine(config, engine, app, fetch), shutdown):
             return EXIT_OK
         async with (
             attach_engine(app, config, engine, engine.ready) as state,
@@ -196,22 +199,23 @@ async def _serve(
         await engine.stop()
 
 
-async def _start_engine(config: Config, engine: EngineSupervisor, loading: LoadingStatus, fetch: Fetch) -> None:
-    """Fetch what the model needs, and start the engine; progress goes to the log and to `loading`. Mutates: loading."""
+async def _start_engine(config: Config, engine: EngineSupervisor, app: FastAPI, fetch: Fetch) -> None:
+    """Fetch what the model needs, and start the engine; progress goes to the log and to what `app` answers meanwhile.
+    Mutates: app."""
     logged: tuple[str, int] | None = None
 
     def report(progress: DownloadProgress) -> None:
         nonlocal logged
         # Which files these are is for those who may watch.
         named = str(progress) if config.serve.view_token_file is None else "fetching the model's files"
-        loading.text, loading.code = f"{named[0].upper()}{named[1:]}.", "fetching"
+        app.state.loading = not_ready(f"{named[0].upper()}{named[1:]}.", "fetching")
         now = progress.file, 100 * progress.done // (progress.total or 1) // FETCHED_PERCENT
         if now != logged:
             logged = now
             console.info("%s", progress)
 
     await fetch(config.model, report)
-    loading.text, loading.code = LoadingStatus.text, LoadingStatus.code
+    app.state.loading = not_ready()
     console.info("loading the model %r ...", config.model.name)
     await engine.start()
 
@@ -225,8 +229,7 @@ async def _unless_shut_down(starting: Coroutine[Any, Any, None], shutdown: Shutd
     if task.done():
         task.result()
         return True
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_tasks(task)
     return False
 
 
@@ -259,8 +262,7 @@ async def _serve_engine(
             await state.manager.keeper.end()
         return code
     finally:
-        for task in (requested, ended):
-            task.cancel()
+        await end_tasks(requested, ended)
 
 
 async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from ipaddress import IPv6Address
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -19,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamdiff.config import ServeConfig
 from streamdiff.server.peers import parse_address
-from streamdiff.server.problem import Problem, respond, route_path
+from streamdiff.server.problem import Problem, Unavailable, respond, route_path
 
 _CSP = "Content-Security-Policy"
 SECURITY_HEADERS = {
@@ -33,7 +31,7 @@ SECURITY_HEADERS = {
 }
 HEALTH, READY = "/healthz", "/readyz"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-_RETRY_S = "1"
+_RETRY_S = 1
 _LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><title>streamdiff</title>
 <meta name="viewport" content="width=device-width">
 <p role="status">{} This page looks again by itself.
@@ -43,12 +41,9 @@ _SHOWN = 80
 """Characters of a name that the answer repeats."""
 
 
-@dataclass
-class LoadingStatus:
+def not_ready(text: str = "The model is loading.", code: str = "loading") -> Problem:
     """What is answered until an engine is attached: `text` for people, `code` for programs."""
-
-    text: str = "The model is loading."
-    code: str = "loading"
+    return Unavailable(code, text, _RETRY_S)
 
 
 class HostPolicy:
@@ -153,7 +148,7 @@ class GuardMiddleware:
         connection = HTTPConnection(scope)
         path = route_path(scope)
         if "crowded" in scope.get("state", ()) and path != HEALTH:
-            headers = {"Retry-After": _RETRY_S, "Connection": "close"}
+            headers = {"Retry-After": str(_RETRY_S), "Connection": "close"}
             raise Problem(503, "The server has as many connections as it takes.", headers, code="connections")
         # Probes name a server as they like, or not at all as in HTTP/1.0. Whether it lives is no secret.
         if path != HEALTH and not (path == READY and "host" not in connection.headers):
@@ -178,9 +173,9 @@ def _add_headers(message: Message, path: str, prefix: str, security: Mapping[str
 
 def _loading(scope: Scope) -> Response:
     """What is answered until the engine is warm."""
-    loading: LoadingStatus = scope["app"].state.loading
-    headers: dict[str, Any] = {"Retry-After": _RETRY_S}
+    loading: Problem = scope["app"].state.loading
     path = route_path(scope)
     if scope["type"] == "http" and path == "/" and scope["method"] in ("GET", "HEAD"):
-        return HTMLResponse(_LOADING.format(html.escape(loading.text)), 503, headers | {"Refresh": _RETRY_S})
-    return respond(Problem(503, loading.text, headers, code=loading.code), path)
+        headers = loading.headers | {"Refresh": str(_RETRY_S)}
+        return HTMLResponse(_LOADING.format(html.escape(loading.detail)), loading.status, headers)
+    return respond(loading, path)

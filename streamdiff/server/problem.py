@@ -67,6 +67,15 @@ class Problem(Exception):
         return str(self.extra.get("code", self.status))
 
 
+class Unavailable(Problem):
+    """What cannot be had now, but after `retry_after_s`. `code`, of a session: `time`, `memory`, `draining`,
+    `restarting` or `engine`; of a job: `queue`, `address`, `disk` (the limit of kept videos) or `storage` (the disk
+    takes nothing)."""
+
+    def __init__(self, code: str, message: str, retry_after_s: int, status: int = 503, **extra: Any) -> None:
+        super().__init__(status, message, {"Retry-After": str(retry_after_s)}, code=code, **extra)
+
+
 def _sendable(text: str) -> str:
     """`text` without what a stranger may have put into it that is no UTF-8 (half a surrogate pair), and not endless."""
     return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()

@@ -243,10 +243,12 @@ class SwapStore:
         """What `walk.save` gave of a state, which stays away. Waits for the device or its file.
 
         Raises:
-            Lost: its file is damaged.
+            Lost: its file is damaged, or it is not kept any more.
         """
         with self._changed:
-            kept = self._kept[name]
+            kept = self._kept.get(name)
+            if kept is None:
+                raise Lost("the session has ended meanwhile")
             tensors, copy = kept.tensors, kept.copy
         if tensors is None:
             return self._content(kept), kept.tree

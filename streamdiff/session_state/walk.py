@@ -38,7 +38,8 @@ META = torch.device("meta")
 
 def nbytes(state: object) -> int:
     """Bytes of all tensors of a state, whatever device they are on."""
-    held = {id(tensor): tensor for tensor in _tensors(state, type(state).__name__)}
+    held: dict[int, Tensor] = {}
+    _written(state, type(state).__name__, lambda tensor, where: held.setdefault(id(tensor), tensor))
     return sum(tensor.nbytes for tensor in held.values())
 
 
@@ -169,15 +170,6 @@ def cut(state: _T, what: str, first: int, last: int) -> _T:
 
 
 # ---- the walk ---------------------------------------------------------------------------------------------------
-
-
-def _tensors(value: Any, where: str) -> Iterator[Tensor]:
-    """All tensors of a state."""
-    if isinstance(value, Tensor):
-        yield value
-    elif not isinstance(value, _PLAIN):
-        for name, each in _parts(value, where):
-            yield from _tensors(each, f"{where}{name}")
 
 
 def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:

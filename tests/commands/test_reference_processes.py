@@ -117,9 +117,9 @@ def test_a_rank_that_follows_has_its_blocks_offloaded_too(given: Given, monkeypa
         assert len(model.denoiser.blocks) == 2 and isinstance(model.denoiser.block_source, OffloadedBlocks)
         raise Seen
 
-    rank = SimpleNamespace(rank=1, send_memory=lambda memory: None, store=None)
+    rank = SimpleNamespace(rank=1, send_memory=lambda memory: None, store=None, of_head=lambda name, value: value)
     monkeypatch.setattr(rendezvous, "join", lambda facts: rank)
-    monkeypatch.setattr(rank_process, "start_progress", lambda *_: SimpleNamespace(enter=None))
+    monkeypatch.setattr(rank_process, "RankWatch", lambda *_: SimpleNamespace(enter=None))
     monkeypatch.setattr(rank_process, "connect_stage", connect_stage)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

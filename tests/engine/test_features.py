@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
-from streamdiff.commands.convert import Motion
+from streamdiff.commands.convert import encode_clip
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     Close,
@@ -167,11 +168,9 @@ def test_a_pictures_latents_begin_the_stream_as_the_picture_does(place: Place) -
 def test_a_videos_latents_are_followed_as_the_video_itself_is(place: Place) -> None:
     """The file says how its pixels move, as `streamdiff encode` writes it."""
     video = np.random.default_rng(2).integers(0, 256, (3 * FRAMES, SPEC.height, SPEC.width, 3), np.uint8)
-    clip, encoder, motion = torch.from_numpy(video).movedim(3, 0).float() / 127.5 - 1, small_encoder(4), Motion()
-    [_ for _ in motion.noting([clip])]
-    latents = encoder.encode(clip[None], encoder.new_memory())[0].contiguous()
-    moved = motion.of_latents(encoder.first_frames, encoder.temporal)
-    file = save({"latents": latents}, {**NORMALISED, MOTION: moved})
+    clip = torch.from_numpy(video).movedim(3, 0).float() / 127.5 - 1
+    latents, moved = encode_clip(small_encoder(4), iter([clip]), tqdm(disable=True))
+    file = save({"latents": latents.contiguous()}, {**NORMALISED, MOTION: moved})
     given = place.alone(Open("a", RED, seed=5, video_latents=file, strength=0.5), 3)
     assert place.encodings[2] == 0
 

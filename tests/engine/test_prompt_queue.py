@@ -37,7 +37,7 @@ from streamdiff.errors import RequestError, StreamdiffError
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import chunks, pictures, run
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 class Ink(str):

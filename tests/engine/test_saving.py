@@ -184,15 +184,15 @@ def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", CHUNK)
     driven.tell(Save("a", "s1"))
-    driven.play("a", lambda: pipeline.saving.savings)
-    [saving] = pipeline.saving.savings.values()
+    driven.play("a", lambda: pipeline.resting.savings)
+    [saving] = pipeline.resting.savings.values()
     driven.tell(Close("a"))
     refused = driven.last(Refused)
     assert isinstance(refused, Refused) and refused.request == "s1" and "was closed" in refused.reason
     while saving.made is None or not saving.made.done():
         driven.engine.step(0.01)
     driven.engine.step()
-    assert not pipeline.saving.savings and not driven.engine.busy
+    assert not pipeline.resting.savings and not driven.engine.busy
 
 
 Small = tuple[StreamingPipeline, Engine]
@@ -220,13 +220,13 @@ def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out(s
     until(lambda: any(isinstance(each, FrameBatch) for each in events))
     engine.handle(SetPaused("a", True))
     engine.handle(SetActive("a", False, True))
-    until(lambda: pipeline.swapping.is_away(0))
+    until(lambda: pipeline.resting.is_away(0))
     engine.handle(SetPrompt("a", BLUE, "prompt", "keep"))
     engine.handle(Save("a", "save"))
     until(lambda: any(isinstance(each, Saved | Refused) for each in events))
     [saved] = [each for each in events if isinstance(each, Saved | Refused)]
     assert isinstance(saved, Saved) and read_saved_session(saved.data).text == BLUE
-    until(lambda: pipeline.swapping.is_away(0))
+    until(lambda: pipeline.resting.is_away(0))
     events.clear()
     engine.handle(SetActive("a", True))
     engine.handle(SetPaused("a", False))

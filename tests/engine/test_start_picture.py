@@ -38,7 +38,7 @@ class Held(PaintedPipeline):
 
     def encode_picture(self, picture: Pictures) -> Pictures:
         self.begun.set()
-        assert self.let.wait(60)
+        assert self.let.wait(240)
         return super().encode_picture(picture)
 
 
@@ -77,7 +77,7 @@ def test_other_sessions_go_on_while_a_picture_is_encoded_and_its_own_requests_wa
     engine = Engine(pipeline, 2 * CHUNK_FRAMES)
     engine.handle(Open("other", "red"))
     assert engine.handle(Open("a", "red", image=picture(77))) == []
-    assert pipeline.begun.wait(60)
+    assert pipeline.begun.wait(240)
     assert len(first_frames(engine, "other", 5 * CHUNK_FRAMES)) >= 5 * CHUNK_FRAMES
     assert engine.handle(SetPrompt("a", "blue", "p")) == []
     pipeline.let.set()

@@ -31,9 +31,10 @@ from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.topology import StageTopology, connect_stage
 from streamdiff.session_state.swap_store import SwapStore
+from tests.free_ports import free_port
+from tests.pipeline import forked_ranks
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import local_ring
-from tests.pipeline.processes import run_ranks
 from tests.saving import save as save_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -146,7 +147,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         else:
             save(latents)
         pipeline = started(then, latents)
-        pipeline.saving.load(0, Snapshot.from_bytes(mapped(file)))
+        pipeline.resting.load(0, Snapshot.from_bytes(mapped(file)))
         play(pipeline, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
         ended(pipeline)
     return digest(latents[0])
@@ -156,11 +157,11 @@ def swapped(case: str, stages: int) -> str:
     latents: Latents = defaultdict(dict)
     pipeline, changes = opened(case, stages, latents)
     play(pipeline, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
-    pipeline.swapping.swap_out(0)
-    while pipeline.swapping.place(0) != "host":
+    pipeline.resting.swap_out(0)
+    while pipeline.resting.place(0) != "host":
         pipeline.step(0.01)
-    pipeline.swapping.swap_in(0)
-    while pipeline.swapping.is_away(0):
+    pipeline.resting.swap_in(0)
+    while pipeline.resting.is_away(0):
         pipeline.step(0.01)
     play(pipeline, partial(pipeline.step, 0.1), latents, changes)
     ended(pipeline)
@@ -207,10 +208,12 @@ def rank(number: int, ranks: int, port: int, out: str) -> None:
 
 
 def shared() -> dict[str, str]:
-    """`1x2`: two ranks share every forward."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.json"
-        run_ranks("tests.golden.play", [str(out)], 2, 900.0)
+    """`1x2`: two ranks, forked from this process, share every forward."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name), Path(name) / "table.json"
+        ranks = forked_ranks.fork(folder, "tests.golden.play", ["2", str(free_port()), str(out)])
+        codes = forked_ranks.exit_codes(ranks, 900.0)
+        assert codes == [0, 0], "\n".join(file.read_text() for file in sorted(folder.glob("*.err")))
         table: dict[str, str] = json.loads(out.read_text())
         return table
 

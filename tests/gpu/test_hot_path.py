@@ -18,17 +18,18 @@ from streamdiff.models.autoencoder.picture_decoder import (
     Layout,
     Normalisation,
     PictureDecoder,
-    VideoDecoder,
+    VideoAutoencoder,
     rgb24,
     yuv420p,
 )
-from streamdiff.models.autoencoder.taehv import TaehvDecoder
-from streamdiff.models.autoencoder.wan import WanDecoder
+from streamdiff.models.autoencoder.taehv import TaehvAutoencoder
+from streamdiff.models.autoencoder.wan import WanAutoencoder
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, Decoding, Piece
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.graphs import capture_on, one_graph
+from tests.pipeline.decode.draining import drain
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
 from tests.small_vae import small_wan_autoencoder
@@ -100,41 +101,41 @@ def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device
     model, device = small_model(2), torch.device("cuda")
     assert model.decoder is not None
     network = model.decoder.network
-    assert isinstance(network, TaehvDecoder)
+    assert isinstance(network, TaehvAutoencoder)
     network.autoencoder.to(device)
     statistics = network.normalisation
     assert statistics is not None
-    decoder = PictureDecoder(TaehvDecoder(network.autoencoder, on(statistics, device)))
+    decoder = PictureDecoder(TaehvAutoencoder(network.autoencoder, on(statistics, device)))
     chunks = [torch.randn(model.spec.chunk_shape, device=device) for _ in range(20)]
     memory = decoder.new_memory()
     expected = torch.cat([decoder.decode(chunk[None], memory) for chunk in chunks]).cpu().numpy()
     pieces: list[Piece] = []
-    decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, at_once)
+    decoding = Decoding.here(decoder, pieces.append, lambda: None, device, at_once)
     for number, chunk in enumerate(chunks):
         late = torch.zeros_like(chunk)
         torch.cuda._sleep(20_000_000)  # the latents come late, as behind a transformer
         late.copy_(chunk)
         decoding.submit(0, number, late)
         del late
-    decoding._pool.shutdown(wait=True)
+    drain(decoding)
     decoding.check()
     assert np.array_equal(np.concatenate([piece.pictures for piece in pieces]), expected)
 
 
-def tiny_kind() -> tuple[VideoDecoder, tuple[int, ...]]:
+def tiny_kind() -> tuple[VideoAutoencoder, tuple[int, ...]]:
     autoencoder = small_autoencoder(3).to("cuda")
-    return TaehvDecoder(autoencoder, None), (4, 3, 4, 4)
+    return TaehvAutoencoder(autoencoder, None), (4, 3, 4, 4)
 
 
-def wan_kind() -> tuple[VideoDecoder, tuple[int, ...]]:
+def wan_kind() -> tuple[VideoAutoencoder, tuple[int, ...]]:
     autoencoder = small_wan_autoencoder(2, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
-    return WanDecoder(autoencoder.to("cuda")), (16, 3, 4, 4)
+    return WanAutoencoder(autoencoder.to("cuda")), (16, 3, 4, 4)
 
 
 @pytest.mark.parametrize("layout", [rgb24, yuv420p])
 @pytest.mark.parametrize("kind", [tiny_kind, wan_kind])
 def test_a_captured_decoder_with_channels_last_makes_the_plain_pictures(
-    kind: Callable[[], tuple[VideoDecoder, tuple[int, ...]]], layout: Layout
+    kind: Callable[[], tuple[VideoAutoencoder, tuple[int, ...]]], layout: Layout
 ) -> None:
     """On the decoding thread and its stream; nothing is compiled there any more."""
     device, (plain, shape), (fast, _) = torch.device("cuda"), kind(), kind()
@@ -147,12 +148,12 @@ def test_a_captured_decoder_with_channels_last_makes_the_plain_pictures(
         ).result()
     chunks = [torch.randn(shape, device=device) for _ in range(4)]
     pieces: list[Piece] = []
-    decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, shape[1])
+    decoding = Decoding.here(decoder, pieces.append, lambda: None, device, shape[1])
     torch.compiler.set_stance("fail_on_recompile")
     try:
         for number, chunk in enumerate(chunks):
             decoding.submit(0, number, chunk)
-        decoding._pool.shutdown(wait=True)
+        drain(decoding)
     finally:
         torch.compiler.set_stance("default")
     decoding.check()

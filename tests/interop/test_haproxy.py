@@ -25,7 +25,7 @@ from tests.server.test_restart import Server, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.haproxy]
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 CONFIGURATION = ROOT / "deploy" / "haproxy.cfg"
 
 

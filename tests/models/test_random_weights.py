@@ -8,7 +8,7 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, loader
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.catalogue import Architecture
 from streamdiff.models.loader import ModelLoader
@@ -61,7 +61,7 @@ def test_parts_of_the_model_are_parts_of_the_same_model() -> None:
 
 @pytest.mark.slow
 def test_the_full_autoencoder_has_a_decoder_and_no_encoder() -> None:
-    decoder = load_decoder("random:wan2.1", CPU)
+    decoder = load_autoencoder("random:wan2.1", "decoder", CPU)
     pictures = PictureDecoder(decoder).decode(torch.zeros(1, 16, 2, 2, 2), decoder.new_memory())
     assert pictures.shape == (5, 16, 16, 3)
     assert decoder.autoencoder.encoder.conv_in.weight.is_meta
@@ -86,4 +86,4 @@ def test_an_unknown_one_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
         resolve_model(ModelConfig(name=name))
     with pytest.raises(ConfigError):
-        load_decoder(name, CPU)
+        load_autoencoder(name, "decoder", CPU)

@@ -80,7 +80,7 @@ def test_a_zero_at_the_end_that_has_a_noise_level_is_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"shift": 0.0}, {"shift": float("nan")}, {"noise_scale": 0.0}, {"noise_scale": 1.001}]
+    "given", [{"shift": 0.0}, {"shift": float("nan")}, {"first_noise_scale": 0.0}, {"first_noise_scale": 1.001}]
 )
 def test_a_shift_or_a_factor_on_the_noise_that_cannot_be_is_refused(given: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ def run_ranks(module: str, arguments: Sequence[str], stages: int, limit_s: float
         for rank in range(stages):  # one that is ended at once has not opened its own yet
             for kind in ("out", "err"):
                 (Path(folder) / f"{rank}.{kind}").touch()
-        python = sys.executable if fork_server.folder is None else fork_server.interpreter()
+        python = fork_server.interpreter()
         command = [python, "-m", "tests.pipeline.forked_ranks", folder, str(limit_s), module, str(stages)]
         process = subprocess.Popen(
             [*command, str(free_port() if port is None else port), *arguments],

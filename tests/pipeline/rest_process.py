@@ -69,16 +69,16 @@ def out(shown: Shown, folder: Path, ranks: int) -> None:
     """Swap session 0 out, and let the other go on for a chunk, and until all parts of the first are where they are to
     be: one on each rank that runs a stage, and on each that decodes."""
     pipeline, place = shown.pipeline, "disk" if (folder / "disk").exists() else "host"
-    pipeline.swapping.swap_out(0)
+    pipeline.resting.swap_out(0)
     shown.play(len(shown.pictures[1]) // pipeline.info.chunk_frames + 1, 1)
-    while place == "disk" and (len(swap_files(folder)) < ranks or pipeline.swapping.place(0) != "disk"):
+    while place == "disk" and (len(swap_files(folder)) < ranks or pipeline.resting.place(0) != "disk"):
         shown.step(1)
-    assert pipeline.swapping.is_away(0) and pipeline.swapping.place(0) == place
+    assert pipeline.resting.is_away(0) and pipeline.resting.place(0) == place
 
 
 def back(shown: Shown) -> None:
-    shown.pipeline.swapping.swap_in(0)
-    while shown.pipeline.swapping.is_away(0):
+    shown.pipeline.resting.swap_in(0)
+    while shown.pipeline.resting.is_away(0) and not shown.pipeline.resting.lost:
         shown.step(1)
 
 
@@ -107,7 +107,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     snapshot.write(folder / "ring")
     shown.take(frames)
     found = {"saved_at": np.array(len(shown.pictures[0]))}
-    shown.take(pipeline.saving.load(2, Snapshot.from_bytes(mapped(folder / "alone"))))
+    shown.take(pipeline.resting.load(2, Snapshot.from_bytes(mapped(folder / "alone"))))
     shown.play(len(shown.pictures[0]) / pipeline.info.chunk_frames + 2, 0, 1)
     shown.play(2, 2)
     found |= {str(session): np.stack(shown.pictures[session]) for session in range(3)}
@@ -115,7 +115,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
         out(shown, folder, ranks)
         damage(next(file for file in swap_files(folder) if f"/proc/{os.getpid()}/" not in str(file)))
         back(shown)
-        assert pipeline.swapping.take_lost() == [0]
+        assert pipeline.resting.lost == [0]
         shown.pictures[0].clear()
         pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
         shown.play(2, 0)

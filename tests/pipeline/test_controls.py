@@ -101,7 +101,7 @@ def test_a_saved_session_has_the_controls_of_chunks_in_flight_and_nobody_holds_a
     snapshot, frames = save(before, 0)
     waiting = [picture for each in frames for picture in each.pictures]
     got = waiting + more(before, 40)
-    after.saving.load(0, snapshot)
+    after.resting.load(0, snapshot)
     assert all(map(np.array_equal, got[len(waiting) :][:40], more(after, 40)))
     before.close()
     after.close()

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.errors import EngineFailure
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.decode.decode_worker import Decoding
 from streamdiff.pipeline.device_timer import BusyTime, DeviceTimer, HostEvent
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.load import Capacity
 from tests.pipeline.device import Device
 from tests.small import CPU, RED, small_model
 
@@ -100,9 +99,6 @@ def test_one_figure_the_device_s_is_what_metrics_show_and_capacity_counts_with(m
     work_s, (busy_s,) = runtime.figures.chunk_compute_s(), runtime.figures.busy_s()
     assert work_s is not None and work_s == pytest.approx(15 + MODEL.spec.chunk_latents, abs=7)
     assert busy_s == pytest.approx(3 * work_s, abs=12)
-    capacity = Capacity(CHUNK, 4, 0.9, work_s)
-    assert capacity.share(1.0, 0.0) == pytest.approx(work_s / CHUNK) and capacity.share(1.0, 0.0) > 1
-    assert capacity.free_sessions([], capacity.share(1.0, 0.0)) == 1, "one, however quick the host is"
 
 
 class StuckEvent(HostEvent):
@@ -153,7 +149,7 @@ def test_nobody_waits_for_the_decoder_of_a_device_that_is_stuck() -> None:
             raise TypeError("this test is over")
 
     woken = threading.Event()
-    decoding = LocalDecoding(Stuck(), lambda piece: None, woken.set)  # type: ignore[arg-type]
+    decoding = Decoding.here(Stuck(), lambda piece: None, woken.set)  # type: ignore[arg-type]
     decoding.submit(0, 0, torch.zeros(MODEL.spec.chunk_shape))
     reached.wait()
     decoding.close(abandon=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.decode import decode_worker
+from streamdiff.pipeline.decode.decode_worker import DecodeWorker
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
+from tests.pipeline.decode.draining import drain
 from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow
@@ -88,7 +91,14 @@ def test_noise_that_no_clean_pass_takes_does_not_stay(kv_context: str) -> None:
     assert len(ring.sampler.sessions[0].noise._drawn) <= 5
 
 
-def test_the_decoding_side_is_flat_too() -> None:
+def test_the_decoding_side_is_flat_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[DecodeWorker] = []
+
+    def noted(*given: Any) -> DecodeWorker:
+        made.append(DecodeWorker(*given))
+        return made[-1]
+
+    monkeypatch.setattr(decode_worker, "DecodeWorker", noted)
     model = small_model(6, layers=1)
     runtime = StreamingPipeline(model, CPU)
     runtime.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context="clean")
@@ -101,8 +111,7 @@ def test_the_decoding_side_is_flat_too() -> None:
 
     play(40)
     gc.collect()
-    assert isinstance(runtime.decoding, LocalDecoding)
-    stream, memories = runtime.streams[0], runtime.decoding._memories._memories
+    stream, memories = runtime.streams[0], made[0]._memories._memories
     size, memory, files = walk.nbytes(memories[stream.number]), PROCESS.memory_info().rss, PROCESS.num_fds()
     play(120)
     gc.collect()
@@ -115,6 +124,6 @@ def test_the_decoding_side_is_flat_too() -> None:
         runtime.reset(0, model.text.encode(RED), seed=epoch, epoch=epoch)
         play(2)
     runtime.close_session(0)
-    runtime.decoding._pool.submit(int).result()  # what was asked for before this has been done
+    drain(runtime.decoding)
     assert not memories, "a stream that ended is forgotten"
     runtime.close()

@@ -13,7 +13,7 @@ from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.ring import Ring
-from streamdiff.pipeline.runner.sampler import PrefetchedNoise, SeededNoise
+from streamdiff.pipeline.runner.sampler import Noise, PrefetchedNoise
 from tests.pipeline.playing import local_ring
 from tests.pipeline.reference import Explicit
 from tests.small import BLUE, CPU, RED, small_model
@@ -96,7 +96,7 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
             chunk = ring.scheduler.next_chunk(0)
             if chunk == 6 and 1 not in ring.stage.sessions[0].text:
                 ring.set_conditioning(0, model.text.encode(BLUE), epoch=1, switch="flush")
-            noise = SeededNoise(model.spec.chunk_shape, 99 if chunk == change else SEED)
+            noise = Noise(model.spec.chunk_shape, 99 if chunk == change else SEED)
             ring.sampler.sessions[0].noise = PrefetchedNoise(noise, CPU, 0, ring.sampler._thread)
             ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
             finished = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.models.loader import Kernels
 from streamdiff.models.transformer import attention_backend
-from streamdiff.models.transformer.attention_backend import AttentionShape, Trial
-from streamdiff.pipeline import balance
+from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.load_plan import plan_load, plan_rank, try_kernels
 from streamdiff.pipeline.planner import model_sizes
@@ -59,9 +57,9 @@ def test_attention_is_tried_at_the_model_s_sizes(
     asked: list[object] = []
     expected = AttentionShape(heads=12, head_dim=128, queries=4680, keys=keys)
 
-    def trial(*given: object) -> Trial:
+    def trial(*given: object) -> tuple[str, str]:
         asked.append(given)
-        return Trial("cudnn", "cudnn 1 ms")
+        return "cudnn", "cudnn 1 ms"
 
     monkeypatch.setattr(attention_backend, "try_attention", trial)
     config = ModelConfig.model_validate(given)
@@ -96,14 +94,21 @@ def test_what_was_taken_is_what_the_transformer_runs(
     assert any(line.startswith("attention: flash (tried at ") for line in lines)
 
 
-def test_a_stage_whose_share_turns_out_to_be_another_loads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two, which measures that decoding keeps it busy: two blocks of six instead of three."""
-    store = dist.HashStore()
-    store.set("cost/1", json.dumps({"block_s": 0.1}))
-    monkeypatch.setattr(balance, "measure", lambda *given: {"block_s": 0.1, "decode_s": 1.0})
+def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk takes five forwards with `clean`, so a fifth of its decode, of about nine blocks, counts."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    context, plan = RankContext(0, 2, store), plan_load(ModelConfig(stages=2), CPU)
-    assert plan.runs == ((0, 3), (3, 6))
-    loaded = load_rank(plan_rank(plan, context), context)
-    assert loaded.runs == ((0, 2), (2, 6)) and loaded.model is not None
-    assert len(loaded.model.denoiser.blocks) == 2
+    assert plan_load(ModelConfig(stages=2), CPU).runs == ((0, 2), (2, 6))
+    assert plan_load(ModelConfig(stages=2, decode_rank="last"), CPU).runs == ((0, 4), (4, 6))
+    assert plan_load(ModelConfig(stages=2, decode_rank="dedicated"), CPU).runs == ((0, 3), (3, 6))
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert plan_load(ModelConfig(stages=2), CPU).runs == ((0, 3), (3, 6)), "a core is left for decoding"
+
+
+def test_all_ranks_have_the_blocks_that_the_head_has_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two, on a machine with more cores than that of rank 0."""
+    store = dist.HashStore()
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    plan_rank(plan_load(ModelConfig(stages=2), CPU), RankContext(0, 2, store))
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    loaded = load_rank(plan_rank(plan_load(ModelConfig(stages=2), CPU), RankContext(1, 2, store)))
+    assert loaded.model is not None and len(loaded.model.denoiser.blocks) == 4

@@ -157,6 +157,24 @@ def test_a_slot_is_good_again_for_the_next_session(alone: dict[int, list[torch.T
     assert same(latents, alone[0]) and not lost
 
 
+def test_a_row_that_was_to_run_once_more_is_nobodys_after_a_reset(alone: dict[int, list[torch.Tensor]]) -> None:
+    """It fails again, which would end the new stream."""
+    ring, text, lost = Ring(MODEL, CPU), MODEL.text.encode(RED), dict[int, str]()
+    spoil(ring.stage, 0, "numbers")
+    ring.faults.on_fault = lost.__setitem__
+    ring.open(0, text, seed=0, epoch=0, steps=2, kv_context="clean")
+    ring.scheduler.set_frame_credit(0, CHUNKS * MODEL.spec.chunk_frames)
+    while not any(message.rows for message in ring.queued):
+        assert ring.has_work and not lost
+        ring.step_latents()
+    ring.reset(0, text, seed=0, epoch=1)
+    ring.scheduler.set_frame_credit(0, 2 * MODEL.spec.chunk_frames)  # no more: its third would fail by itself
+    latents = []
+    while ring.has_work:
+        latents += [done.latents for done in ring.step_latents()[1]]
+    assert not lost and same(latents, alone[0][:2])
+
+
 @pytest.mark.parametrize(
     "error", [LinkClosed("rank 2 is gone"), torch.AcceleratorError("device lost"), TypeError("bug")]
 )

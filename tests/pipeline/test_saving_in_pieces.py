@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed import state_exchange
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
@@ -43,10 +43,10 @@ class Saving:
         opened(self.pipeline, kv_context)
         self.streams = Streams(self.pipeline)
         self.streams.play(2, 0, 1)
-        while not self.pipeline.saving.comes_to_rest(0):
+        while not self.pipeline.resting.comes_to_rest(0):
             self.turn()
         self.before = len(self.streams.pictures[0])
-        self.ticket = self.pipeline.saving.begin(0)
+        self.ticket = self.pipeline.resting.save(0)
         self.turns = self.made_by_the_other = 0
         saved: list[tuple[int, Any]] = []
         while not saved:
@@ -56,9 +56,9 @@ class Saving:
             self.made_by_the_other += held and self.other_is_at != at
             if self.turns == 2:
                 between(self.pipeline)
-            saved = self.pipeline.saving.take_done()
+            saved = self.pipeline.resting.take_done()
         [(ticket, self.saved)] = saved
-        assert ticket == self.ticket and self.pipeline.saving.take_done() == []
+        assert ticket == self.ticket and self.pipeline.resting.take_done() == []
 
     @property
     def other_is_at(self) -> tuple[int, list[int]]:
@@ -93,7 +93,7 @@ def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, sta
     assert isinstance(place.saved, Snapshot)
     place.pipeline.close_session(0)
     streams.pictures[0] = list(alone(kv_context).shown(0)[: place.before])
-    streams.take(place.pipeline.saving.load(0, place.saved))
+    streams.take(place.pipeline.resting.load(0, place.saved))
     streams.play(CHUNKS, 0)
     assert np.array_equal(streams.shown(0), alone(kv_context).shown(0))
     place.pipeline.close()
@@ -109,7 +109,7 @@ def test_a_prompt_that_comes_while_it_is_copied_is_not_in_it() -> None:
     place.pipeline.close_session(0)
     streams = place.streams
     streams.pictures[0] = list(alone("same_step").shown(0)[: place.before])
-    streams.take(place.pipeline.saving.load(0, place.saved))
+    streams.take(place.pipeline.resting.load(0, place.saved))
     streams.play(CHUNKS, 0)
     place.pipeline.close()
     assert np.array_equal(streams.shown(0), alone("same_step").shown(0))
@@ -142,15 +142,15 @@ def test_what_ends_or_begins_afresh_while_it_is_copied_is_not_saved(
 
 def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
     may: list[bool] = []
-    place = Saving("clean", 1, lambda pipeline: may.append(pipeline.swapping.can_swap_out(0)))
-    assert may and not may[0] and place.pipeline.swapping.can_swap_out(0)
+    place = Saving("clean", 1, lambda pipeline: may.append(pipeline.resting.can_swap_out(0)))
+    assert may and not may[0] and place.pipeline.resting.can_swap_out(0)
     made = threading.Event()
-    while not place.pipeline.saving.comes_to_rest(0):
+    while not place.pipeline.resting.comes_to_rest(0):
         place.turn()
-    ticket = place.pipeline.saving.begin(0, lambda snapshot: made.wait())
-    while place.pipeline.saving.savings[ticket].made is None:
+    ticket = place.pipeline.resting.save(0, lambda snapshot: made.wait())
+    while place.pipeline.resting.savings[ticket].made is None:
         place.turn()
-    assert not place.pipeline.swapping.can_swap_out(0), "what its decoder remembers may still be copied"
+    assert not place.pipeline.resting.can_swap_out(0), "what its decoder remembers may still be copied"
     made.set()
     place.pipeline.close()
 
@@ -164,14 +164,13 @@ def test_what_a_decoder_remembers_is_copied_by_and_by_and_what_is_decoded_meanwh
         """After one chunk; `further` ones of this stream and another follow at once."""
         pieces = SimpleQueue[Piece]()
         assert MODEL.decoder is not None
-        decoding = LocalDecoding(MODEL.decoder, pieces.put, lambda: None)
+        decoding = Decoding.here(MODEL.decoder, pieces.put, lambda: None)
         chunk = torch.ones(MODEL.spec.chunk_shape)
         decoding.submit(0, 0, chunk)
         saved = decoding.save(0)
         for stream in (1, 0, 1) if further else ():
             decoding.submit(stream, 0, 2 * chunk)
-        while (state := saved()) is None:
-            pass
+        state = saved()
         decoding.close()
         return dict(state[0])
 
@@ -186,15 +185,15 @@ def begun_afresh(stage: ModelRunner) -> None:
 
 def broken(stage: ModelRunner) -> None:
     stage.guard.broken[0] = "its text is none"
-    stage.carry_out(StageMessage(MessageKind.SAVE, (), SessionUpdate(0, 7)))
+    stage.carry_out(StageMessage(MessageKind.COPY_OUT, (), SessionUpdate(0, 7, saved=True)))
 
 
 @pytest.mark.parametrize("change", [begun_afresh, broken])
 def test_a_copy_that_is_not_wanted_any_more_is_dropped(change: Callable[[ModelRunner], None]) -> None:
     stage = ModelRunner(MODEL, CPU, 0, 1)
     stage.open(0, steps=4, kv_context="clean")
-    assert stage.saving.go_on(SessionUpdate(0, 7)) is Outcome.NOT_YET
-    copy = stage.saving._copying[0].copy
+    assert stage.mover.copy_out(SessionUpdate(0, 7, saved=True)) is Outcome.NOT_YET
+    copy = stage.mover._copying[0].copy
     assert copy is not None
     kept = weakref.ref(copy)
     del copy

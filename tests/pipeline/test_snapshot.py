@@ -98,7 +98,7 @@ def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) 
     pictures += saved(pipeline, tmp_path / "s")
     pipeline.close()
     other = started(1)
-    pictures += drawn(other.saving.load(2, Snapshot.from_bytes(mapped(tmp_path / "s"))), 2)
+    pictures += drawn(other.resting.load(2, Snapshot.from_bytes(mapped(tmp_path / "s"))), 2)
     play(other, pictures, CHUNKS * CHUNK, 2)
     other.close()
     assert np.array_equal(np.stack(pictures[: CHUNKS * CHUNK]), np.stack(expected[: CHUNKS * CHUNK]))
@@ -129,7 +129,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
 def test_what_does_not_fit_is_refused_by_name(snapshot: Snapshot, model: Model, reason: str) -> None:
     pipeline = started(2, model)
     with pytest.raises(RequestError) as refusal:
-        pipeline.saving.load(0, snapshot)
+        pipeline.resting.load(0, snapshot)
     assert refusal.value.field == "snapshot" and reason in str(refusal.value)
     pipeline.open(0, pipeline.text.encode(RED), seed=1, epoch=9, steps=4, kv_context="clean")
     play(pipeline, [], CHUNK)  # the slot is free, and the ring goes on

@@ -79,7 +79,7 @@ def test_the_picture_stands_still_in_the_latents_of_whole_chunks() -> None:
     latents = encoder().encode(pixels(1))
     half = encoder().encoder
     clip = torch.from_numpy(pixels(1)).permute(2, 0, 1).float()[None, :, None] / 127.5 - 1
-    whole = half.encode(clip.repeat(1, 1, SPEC.chunk_frames, 1, 1), half.new_memory())
+    whole = half.encode(clip.repeat(1, 1, SPEC.chunk_frames, 1, 1), half.new_encode_memory())
     assert latents.shape == (1, *SPEC.chunk_shape)
     assert torch.equal(latents[0], whole[0])
 

@@ -92,16 +92,16 @@ def swap(streams: Streams, place: str) -> None:
     pipeline, stages = streams.pipeline, stages_of(streams.pipeline)
     for stage in stages:
         stage.swaps.host_bytes = None if place == "host" else 0
-    pipeline.swapping.swap_out(0)
+    pipeline.resting.swap_out(0)
     shown = len(streams.pictures[1]) // CHUNK
     streams.play(shown + 1, 1)
     while {stage.swaps.location(name) for stage in stages for name in stage.swaps._kept} != {place} or any(
         0 in stage.sessions for stage in stages
     ):
         streams.take(pipeline.step(0.01))
-    assert pipeline.swapping.place(0) == place
-    pipeline.swapping.swap_in(0)
-    while pipeline.swapping.is_away(0):
+    assert pipeline.resting.place(0) == place
+    pipeline.resting.swap_in(0)
+    while pipeline.resting.is_away(0):
         streams.take(pipeline.step(0.01))
 
 
@@ -114,7 +114,7 @@ def until_mid_chunk(streams: Streams) -> None:
 
 def until_at_rest(streams: Streams) -> None:
     streams.pipeline.set_frame_credit(0, 0)
-    while not streams.pipeline.swapping.at_rest(0):
+    while not streams.pipeline.resting.at_rest(0):
         streams.take(streams.pipeline.step(0.01))
 
 
@@ -157,14 +157,37 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
     streams = Streams(pipeline)
     streams.play(2, 0, 1)
     until_at_rest(streams)
-    pipeline.swapping.swap_out(0)
+    pipeline.resting.swap_out(0)
     snapshot, frames = save(pipeline, 0)
     streams.take(frames)
-    assert pipeline.swapping.is_away(0), "it stays where it is"
+    assert pipeline.resting.is_away(0), "it stays where it is"
     pipeline.close_session(0)
-    streams.take(pipeline.saving.load(0, snapshot))
+    streams.take(pipeline.resting.load(0, snapshot))
     assert not any(stage.swaps._kept for stage in stages_of(pipeline))
     streams.play(CHUNKS, 0, 1)
+    ended(pipeline)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone("staircase").shown(session)), f"session {session}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
+def test_one_that_restarts_while_it_is_away_waits_for_nothing_of_it(stages: int, tmp_path: Path) -> None:
+    """Its file is not read, and what is said to its stages meanwhile does not break them."""
+    pipeline = started(stages, tmp_path, host_bytes=0)
+    opened(pipeline, "staircase")
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    pipeline.resting.swap_out(0)
+    while any(0 in stage.sessions for stage in stages_of(pipeline)) or pipeline.resting.place(0) != "disk":
+        streams.take(pipeline.step(0.01))
+    pipeline.resting.swap_in(0)
+    pipeline.set_steps(0, 4, epoch=6)
+    pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=7)
+    assert not pipeline.resting.is_away(0)
+    streams.pictures[0].clear()
+    streams.play(CHUNKS, 0, 1)
+    assert not swap_files(tmp_path), "what it was is gone"
     ended(pipeline)
     for session in (0, 1):
         assert np.array_equal(streams.shown(session), alone("staircase").shown(session)), f"session {session}"
@@ -202,7 +225,7 @@ def test_on_a_ring_of_processes_over_rough_links(ring: tuple[int, int, str], how
     saved_at = int(there.pop("saved_at"))
     alone.play(max(saved_at + 1, *map(len, there.values()), begin + len(there["2"])) / pipeline.info.chunk_frames, 0, 1)
     pipeline.close_session(0)
-    alone.take(pipeline.saving.load(2, Snapshot.from_bytes(mapped(tmp_path / "ring"))))
+    alone.take(pipeline.resting.load(2, Snapshot.from_bytes(mapped(tmp_path / "ring"))))
     alone.play(1, 2)
     pipeline.close()
     there["from the ring"] = np.stack(alone.pictures[2])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from streamdiff.core import InputFigures
 from streamdiff.errors import RequestError
-from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.autoencoder.picture_decoder import VideoAutoencoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, GivenVideo, LiveLatents
@@ -41,7 +42,7 @@ def clip(chunks: int, seed: int = 0) -> np.ndarray:
 class Fed(StreamingPipeline):
     """Keeps the latents that go to the decoder, by session."""
 
-    def __init__(self, stages: int = 1, load: Callable[[], FrameEncoder] = lambda: small_encoder(4)) -> None:
+    def __init__(self, stages: int = 1, load: Callable[[], VideoAutoencoder] = lambda: small_encoder(4)) -> None:
         super().__init__(MODEL, CPU, parts=local_parts(MODEL, CPU, stages), pictures=ImageEncoder(load, SPEC))
         self.made: dict[int, list[Tensor]] = {}
 
@@ -124,8 +125,8 @@ def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fe
 def test_of_what_comes_too_fast_the_newest_is_used() -> None:
     held = threading.Event()
 
-    def load() -> FrameEncoder:
-        assert held.wait(60)
+    def load() -> VideoAutoencoder:
+        assert held.wait(240)
         return small_encoder(4)
 
     pipeline, other = Fed(load=load), Fed()
@@ -180,7 +181,7 @@ def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
         first_frames = temporal = 4
         device = CPU
 
-        def new_memory(self) -> Any:
+        def new_encode_memory(self) -> Any:
             return object()
 
         def encode(self, video: Tensor, memory: Any) -> Tensor:
@@ -268,7 +269,7 @@ def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fe
     snapshot, _ = save(pipeline, 0)
     loaded = Fed()
     try:
-        loaded.saving.load(0, snapshot)
+        loaded.resting.load(0, snapshot)
         for each in (pipeline, loaded):
             while not each.made.get(0):
                 each.turn()

@@ -22,10 +22,10 @@ COLD = {
     "streamdiff.models.text_encoder": "writes files, on the thread that encodes texts",
     "streamdiff.models.tiny.weights": "files",
     "streamdiff.models.tensor_file": "files",
-    "streamdiff.pipeline.balance": "measures before the first chunk",
     "streamdiff.pipeline.snapshot": "files, and sessions that are held meanwhile",
 }
 ALLOWED = {
+    "streamdiff.pipeline.build:_run_s": "measures before the first chunk",
     "streamdiff.models.transformer.weights:weights_digest": "for snapshots, once",
     "streamdiff.models.transformer.attention_backend:_off": "tries a kernel out before the first chunk",
     "streamdiff.models.transformer.attention_backend:_formula": "what it is compared with",
@@ -42,8 +42,7 @@ ALLOWED = {
     "streamdiff.pipeline.distributed.tcp:receive": "a record in host memory, where the kernel put it",
     "streamdiff.pipeline.row_faults:finite_rows": "of a ring in host memory: on a device nobody looks",
     "streamdiff.pipeline.decode.decoder_memories:fetch": "on a decoding thread: here alone pictures leave the device",
-    "streamdiff.pipeline.decode.decode_worker:_decode": "pictures in host memory",
-    "streamdiff.pipeline.decode.decode_worker:_receive": "pictures in host memory, where the kernel put them",
+    "streamdiff.pipeline.decode.decode_worker:take_answer": "pictures in host memory",
 }
 
 

@@ -45,7 +45,7 @@ SERVER = (
     ("middleware", "sessions"),
     ("load", "media"),
     ("peers",),
-    ("auth", "logging_setup", "metrics", "problem"),
+    ("auth", "logging_setup", "metrics", "problem", "tasks"),
 )
 PIPELINE = (
     ("build",),
@@ -56,7 +56,7 @@ PIPELINE = (
     ("rank_process", "snapshot", "video_input"),
     ("topology",),
     ("load_plan",),
-    ("balance", "decode", "ring"),
+    ("decode", "ring"),
     ("runner",),
     ("row_faults",),
     ("distributed",),

@@ -68,7 +68,7 @@ CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight")), Control("jump",
 @dataclass
 class Text:
     examples: tuple[str, ...] = ("a red circle moving right", "a blue star on grass", "a yellow square moving up")
-    suggestions: tuple[tuple[str, ...], ...] = (tuple(COLOURS), ("circle", "square"))
+    suggestions: tuple[tuple[str, ...], ...] = (tuple(COLOURS), ("a yellow circle", "a green square"))
     vocabulary: str = "colours: " + ", ".join(COLOURS)
     slow: bool = False
 
@@ -147,7 +147,7 @@ class Painter(FakePipeline):
     def comes_to_rest(self, session: int) -> bool:
         return True
 
-    def begin(self, session: int, finish: Callable[[Painting], Any]) -> int:
+    def save(self, session: int, finish: Callable[[Painting], Any]) -> int:
         stream = self.streams[session]
         opened = OpenedWith(stream.seed, stream.steps, stream.epoch, stream.kv_context)  # type: ignore[arg-type]
         painting = Painting(opened, {"chunk": stream.chunk, "colour": stream.paint, "paused": stream.paused})

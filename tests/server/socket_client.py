@@ -87,7 +87,7 @@ class SocketClient:
 
     async def message(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """The next message that has all the wanted fields; those before it are dropped."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while True:
                 while self._waiting:
                     message = self._waiting.pop(0)
@@ -98,7 +98,7 @@ class SocketClient:
 
     async def until_closed(self) -> int:
         """Read until the server ends it; the code."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while self.closed is None:
                 await self._feed()
             return self.closed

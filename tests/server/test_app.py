@@ -105,9 +105,28 @@ async def test_pictures_in_yuv420_are_seen_in_their_colours_live_and_as_a_pictur
         assert _is(tuple(int(c) for c in picture[40, 40]), "blue")
 
 
+async def test_a_clip_shows_what_its_viewers_saw_last() -> None:
+    async with open_site() as site:
+        assert (await site.http.get("/api/sessions/default/clip")).status_code == 409, "nobody has seen anything"
+        peer = await site.watch()
+        await _until_colour(peer, "red")
+        await site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"})
+        await _until_colour(peer, "blue")
+        answer = await site.http.get("/api/sessions/default/clip?seconds=30")
+        assert answer.headers["content-type"].startswith("video/")
+        with av.open(BytesIO(answer.content)) as video:
+            pictures = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+        first, last = (tuple(int(c) for c in pictures[at][40, 40]) for at in (0, -1))
+        assert _is(first, "red") and _is(last, "blue")
+        assert (await site.http.get("/api/sessions/default/clip?seconds=31")).status_code == 400
+        await peer.pc.close()
+        await site.until(lambda: not site.live.watched)
+        assert (await site.http.get("/api/sessions/default/clip")).status_code == 409, "and nothing is kept"
+
+
 async def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:
     async with open_site() as site:
-        site.live.opened = False
+        site.live.place = "none"
         await site.client.inject(Refused("default", OPENING, "prompt", "the prompt is silly"))
         await site.state.manager.ended.wait()
         assert "silly" in (await site.http.get("/readyz")).json()["detail"]

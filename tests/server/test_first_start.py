@@ -18,7 +18,7 @@ from tests.pipeline.processes import ROOT
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 WEIGHTS = "checkpoints/self_forcing_dmd.pt"
 FILES = {
     "gdhe17/Self-Forcing": {WEIGHTS: b"w" * 1000},

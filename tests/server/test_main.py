@@ -17,7 +17,7 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server import main
 from tests import fork_server
-from tests.server.test_restart import serving, start, watching
+from tests.server.test_restart import LIMIT_S, serving, start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -42,7 +42,7 @@ def test_it_serves_and_ends_clean(number: signal.Signals, python: str | None) ->
     assert len(children) == 2, "an engine and a spare"
     assert "streamdiff" in httpx.get(url, timeout=20).text
     server.process.send_signal(number)
-    server.process.wait(30)
+    server.process.wait(LIMIT_S)
     assert (server.close(), server.complaints) == (0, "")
     assert not any(each.is_running() for each in children)
 
@@ -51,7 +51,7 @@ async def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
     async with serving() as (_, http):
         port = str(http.base_url.port)
         second = start("--port", port)
-        assert second.process.wait(60) == second.close() == 2
+        assert second.process.wait(LIMIT_S) == second.close() == 2
         [line] = second.complaints.splitlines()
         assert port in line
         assert "in use" in line
@@ -78,7 +78,7 @@ def test_the_address_that_is_printed() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 async def test_others_are_let_in_only_with_a_token_or_knowingly(host: str, tmp_path: Path) -> None:
     refused = start("--host", host)
-    assert refused.process.wait(60) == refused.close() == 2
+    assert refused.process.wait(LIMIT_S) == refused.close() == 2
     [line] = refused.complaints.splitlines()
     assert "--control-token-file" in line and "--insecure" in line and host in line
     (tmp_path / "token").write_text("a-token-of-some-length")
@@ -99,7 +99,7 @@ async def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
             assert (await http.get("/readyz")).status_code == 503
             await viewer.until_frame(lambda pts, colour: True)
             await http.delete(viewer.location)
-        await asyncio.to_thread(server.process.wait, 30)
+        await asyncio.to_thread(server.process.wait, LIMIT_S)
     assert server.complaints == ""
 
 

@@ -32,7 +32,7 @@ async def _figures(site: Site) -> Figures:
 
 async def _told(site: Site, condition: Callable[[Figures], Any]) -> Figures:
     """The figures as soon as `condition` holds for them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(240):
         while not condition(found := await _figures(site)):
             await asyncio.sleep(0.01)
     return found

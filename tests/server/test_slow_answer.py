@@ -27,7 +27,7 @@ class SlowText(Text):
 
     def encode(self, text: str) -> tuple[int, int, int]:
         if "green" in text:
-            assert self.free.wait(60)
+            assert self.free.wait(240)
         if "yellow" in text:
             raise RuntimeError("no memory")
         return super().encode(text)

@@ -53,6 +53,8 @@ def test_a_session_with_tokens_of_its_own_is_read_and_watched_with_one_only(tmp_
                 answer = await site.http.get(path, headers=bearer(token))
                 assert answer.status_code == (200 if allowed else 401), (path, token)
                 assert allowed or SECRET not in answer.text
+            clip = await site.http.get(f"/api/sessions/{session}/clip", headers=bearer(token))
+            assert clip.status_code in ((200, 409) if allowed else (401,))
             options = await site.http.options(f"/whep/{session}", headers=bearer(token))
             assert (STUN in options.headers.get("link", "")) == allowed
             socket = await SocketClient.connect(site.base, opened["control"], headers=bearer(token))

@@ -16,11 +16,10 @@ import yaml
 
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.load_plan import plan_load
-from streamdiff.pipeline.planner.partition import split_evenly
 from tests.server.test_restart import MODEL, Watching, serving, stats, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 SESSION_GB = 0.00666
 """Of the embedded model swapped out, a little more than it takes."""
 PLAY = 2
@@ -30,7 +29,7 @@ PLAY = 2
 def device_memory_gb(sessions: int) -> float:
     """What the embedded model takes with so many sessions, and a little more."""
     plan = plan_load(ModelConfig(steps=2), torch.device("cpu"))
-    demand = plan.demand(split_evenly(plan.sizes.blocks, 1))
+    demand = plan.demand
     return demand.without_sessions(0) / 1e9 + (sessions + 0.1) * SESSION_GB
 
 
@@ -52,13 +51,18 @@ def key(session: httpx.Response) -> dict[str, str]:
 
 
 async def until_places(http: httpx.AsyncClient, **wanted: int) -> dict[str, Any]:
-    """Wait until so many sessions lie there; what the server says of all then."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            listed: dict[str, Any] = (await http.get("/api/sessions")).json()
-            if wanted.items() <= listed["capacity"]["places"].items():
-                return listed
-            await asyncio.sleep(0.05)
+    """Wait until so many sessions lie there, `away`: in host memory or on disk; what the server says of all then."""
+    places: dict[str, int] = {}
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                listed: dict[str, Any] = (await http.get("/api/sessions")).json()
+                places = listed["capacity"]["places"]
+                if wanted.items() <= (places | {"away": places["host"] + places["disk"]}).items():
+                    return listed
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pytest.fail(f"sessions lie {places}, not {wanted}")
 
 
 async def goes_on(viewer: Watching) -> int:
@@ -150,7 +154,7 @@ async def test_none_of_twelve_sessions_on_memory_for_four_is_lost(fault: str, tm
         viewers = [await held.enter_async_context(watching(http, each.json()["id"])) for each in sessions[-2:]]
         for viewer in viewers:
             await goes_on(viewer)
-        await until_places(http, device=2, host=3, disk=7)
+        await until_places(http, device=2, away=10)  # which of them still fit into host memory depends on timing
         if fault == "engine":
             server.engine.send_signal(signal.SIGKILL)
             for viewer in viewers:

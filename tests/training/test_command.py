@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.model import TEXT_TOKENS, TinyText
@@ -147,4 +147,4 @@ def test_minutes_stop_a_run(tmp_path: Path) -> None:
     arguments = ["--out", str(out), "--stage", "autoencoder", "--batch", "1", "--device", "cpu", "--threads", "1"]
     assert command.main([*arguments, "--minutes", "0.001", "--steps", "1000"]) == 0
     assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] < 100
-    assert load_decoder(out / "model", CPU).config == stage_one.AUTOENCODER
+    assert load_autoencoder(out / "model", "decoder", CPU).config == stage_one.AUTOENCODER

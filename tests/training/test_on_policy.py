@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.scene import Scene, Thing
@@ -122,7 +122,7 @@ def trained() -> tuple[Network, TrackEncoder]:
     """The packaged model."""
     network = Network()
     mean, std = network.load_model(model.load_model(model.WEIGHTS, CPU))
-    return network, TrackEncoder(load_decoder(model.WEIGHTS, CPU).autoencoder, mean, std, network.tokens)
+    return network, TrackEncoder(load_autoencoder(model.WEIGHTS, "decoder", CPU).autoencoder, mean, std, network.tokens)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from benchmarks import report
 from streamdiff.errors import ConfigError, StreamdiffError
-from streamdiff.models.autoencoder.autoencoder import load_decoder
-from streamdiff.models.autoencoder.taehv import TAEHV, TaehvDecoder, TaehvMemory
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder, TaehvMemory
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.prompts import canonical
 from streamdiff.models.tiny.scene import SIZES, Scene
@@ -49,8 +49,8 @@ def load_weights(path: Path) -> TAEHV:
         ConfigError: none of the three is at `path`.
     """
     if (path / "vae").is_dir():
-        decoder = load_decoder(path, torch.device("cpu"))
-        assert isinstance(decoder, TaehvDecoder)
+        decoder = load_autoencoder(path, "decoder", torch.device("cpu"))
+        assert isinstance(decoder, TaehvAutoencoder)
         return decoder.autoencoder
     file = path / "autoencoder.pt" if path.is_dir() else path
     if file.suffix == ".pt" and file.is_file():

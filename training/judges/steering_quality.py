@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from benchmarks import report
 from streamdiff.device import pick_device
-from streamdiff.models.autoencoder.autoencoder import load_decoder
-from streamdiff.models.autoencoder.taehv import TaehvDecoder, TaehvMemory
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
+from streamdiff.models.autoencoder.taehv import TaehvAutoencoder, TaehvMemory
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.scene import CAMERAS, Scene
@@ -215,8 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     device = pick_device(options.device)
     network = Network().to(device).eval()
     mean, std = network.load_model(model.load_model(options.weights, device))
-    half = load_decoder(options.weights, device)
-    assert isinstance(half, TaehvDecoder)
+    half = load_autoencoder(options.weights, "decoder", device)
+    assert isinstance(half, TaehvAutoencoder)
     encode = TrackEncoder(half.autoencoder.float(), mean, std, network.tokens)
     results = measure(network, encode, options.streams, marks, options.steps, options.seed)
     print(report.table([{"at": at, **some} for at, some in results.items()]))

@@ -1,6 +1,4 @@
-"""Loads an autoencoder of any supported kind from a path or name, as a `VideoDecoder` and a `FrameEncoder`; and the
-encoder of pictures that streams begin with.
-"""
+"""Loads an autoencoder of any kind from a path or name; and the encoder of pictures that streams begin with."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +20,16 @@ from streamdiff.device import side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub
 from streamdiff.models.autoencoder import wan
-from streamdiff.models.autoencoder.picture_decoder import Normalisation, VideoDecoder
+from streamdiff.models.autoencoder.picture_decoder import Normalisation, VideoAutoencoder
 from streamdiff.models.autoencoder.taehv import (
     TAEHV,
     TAEHV_CLASS,
+    TaehvAutoencoder,
     TaehvConfig,
-    TaehvDecoder,
-    TaehvEncoder,
     is_taehv,
     read_taehv,
 )
-from streamdiff.models.autoencoder.wan import Half, WanDecoder, WanEncoder
+from streamdiff.models.autoencoder.wan import Half, WanAutoencoder
 from streamdiff.models.catalogue import Files
 from streamdiff.models.checkpoint import draw, load_module, read_tensors
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
@@ -42,47 +39,21 @@ from streamdiff.models.weight_files import read_object
 
 WAN_FPS = 16.0
 Location = str | Path | Files
-"""Where an autoencoder is: a path, a name, or published files; see `load_decoder`."""
+"""Where an autoencoder is: a path, a name, or published files; see `load_autoencoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
     f"{catalogue.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
     f"{catalogue.RANDOM}taew2_1": lambda: TAEHV(TaehvConfig()),
 }
 
 
-class FrameEncoder(Protocol):
-    """Frames to latents, in any pieces: encoding a stream in pieces gives the latents of encoding it whole. Sizes and
-    `normalisation` are as of `VideoDecoder`."""
-
-    latent_channels: int
-    spatial: int
-    temporal: int
-    device: torch.device
-
-    @property
-    def first_frames(self) -> int:
-        """Frames of a stream's first latent frame; each later one has `temporal`."""
-
-    @property
-    def normalisation(self) -> Normalisation | None: ...
-
-    def new_memory(self) -> Any:
-        """The memory of a stream that has not begun."""
-
-    def latents_of(self, frames: int) -> int:
-        """Latent frames that a clip becomes; ConfigError for a length that cannot be encoded."""
-
-    def encode(self, video: Tensor, memory: Any) -> Tensor:
-        """Frames `[B, 3, n, H, W]` in [-1, 1] to normalised latents float32 `[B, C, F, h, w]`, F 0 or more; frames
-        that do not make a latent frame yet wait in the memory. Mutates: memory."""
-
-    def finish(self, memory: Any) -> Tensor | None:
-        """At a stream's end: latents of frames that wait, None if there are none. Mutates: memory."""
-
-
-def load_decoder(
-    path: Location, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
-) -> VideoDecoder:
-    """The decoder half of the autoencoder at `path`.
+def load_autoencoder(
+    path: Location,
+    half: Half,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    latent_space: str | None = None,
+) -> VideoAutoencoder:
+    """The autoencoder at `path`, with weights for this `half`.
 
     Args:
         path: `tiny`, the embedded model's; `random:wan2.1` or `random:taew2_1`, whose weights are drawn; a published
@@ -94,72 +65,51 @@ def load_decoder(
     Raises:
         ConfigError: nothing there, nothing known, or weights that do not fit (listed).
     """
-    network, normalisation = _load(path, "decoder", device, dtype, latent_space)
-    return TaehvDecoder(network, normalisation) if isinstance(network, TAEHV) else WanDecoder(network)
+    place = locate(path)
+    if str(path) in _RANDOM:
+        with torch.device("meta"):
+            module = _RANDOM[str(path)]()
+        needed = ("",) if isinstance(module, TAEHV) else wan.WAN_PREFIXES[half]
+        return build(place, draw(module, needed, device, dtype), None, half, "normalised", device, dtype)
+    config, tensors = _read_config(place), read_tensors(place / FILE if place.is_dir() else place)
+    if place.is_file() and is_taehv(tensors):
+        config = None
+    elif latent_space is not None:
+        raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
+    return build(place, tensors, config, half, latent_space, device, dtype)
 
 
-def load_encoder(
-    path: Location, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
-) -> FrameEncoder:
-    """The encoder half of the autoencoder at `path`; as `load_decoder`."""
-    network, normalisation = _load(path, "encoder", device, dtype, latent_space)
-    return TaehvEncoder(network, normalisation) if isinstance(network, TAEHV) else WanEncoder(network)
-
-
-@dataclass(frozen=True)
-class FirstFrameReencoder:
+@torch.inference_mode()
+def reencode_first_frame(network: VideoAutoencoder, chunk: int, latents: Tensor, memory: Any) -> Tensor:
     """Krea's way against a past that wears down (github.com/krea-ai/realtime-video): what goes into the cache of a
-    finished chunk has its first latent frame encoded again. Holds weights only; a stream's memory is an argument.
+    finished chunk has its first latent frame encoded again. `network`, with both halves, decodes every chunk, beside
+    the decoder for viewers.
 
-    It decodes every chunk, beside the decoder for viewers.
-    """
-
-    decoder: VideoDecoder
-    encoder: FrameEncoder
-
-    @classmethod
-    def load(cls, path: Location, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
-        """With both halves of the autoencoder at `path`; see `load_decoder`."""
-        network, normalisation = _load(path, "both", device, dtype, None)
-        if isinstance(network, TAEHV):
-            return cls(TaehvDecoder(network, normalisation), TaehvEncoder(network, normalisation))
-        return cls(WanDecoder(network), WanEncoder(network))
-
-    def new_memory(self) -> Any:
-        """The memory of a stream that has not begun."""
-        return self.decoder.new_memory()
-
-    def stream_bytes(self, height: int, width: int) -> int:
-        """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
-        return self.decoder.stream_bytes(height, width)
-
-    @torch.inference_mode()
-    def reencode(self, chunk: int, latents: Tensor, memory: Any) -> Tensor:
-        """`latents` `[C, F, h, w]` of a stream's next chunk, number `chunk`, normalised, with the first latent frame
-        encoded by itself from the last of its pictures; those of chunk 0 as they are, since they begin with one picture
-        anyway. Nothing is read back to the host. Mutates: memory."""
-        video = self.decoder.decode_video(latents[None], memory)
-        if chunk == 0:
-            return latents
-        last = video.shape[2] - (latents.shape[1] - 1) * self.decoder.temporal - 1
-        own = self.encoder.new_memory()
-        first = self.encoder.encode(video[:, :, last : last + 1], own)
-        rest = self.encoder.finish(own) if first.shape[2] == 0 else None
-        first = first if rest is None else rest
-        return torch.cat([first[0, :, :1].to(latents), latents[:, 1:]], 1)
+    Returns `latents` `[C, F, h, w]` of a stream's next chunk, number `chunk`, normalised, with the first latent frame
+    encoded by itself from the last of its pictures; those of chunk 0 as they are, since they begin with one picture
+    anyway. Nothing is read back to the host. Mutates: memory."""
+    video = network.decode_video(latents[None], memory)
+    if chunk == 0:
+        return latents
+    last = video.shape[2] - (latents.shape[1] - 1) * network.temporal - 1
+    own = network.new_encode_memory()
+    first = network.encode(video[:, :, last : last + 1], own)
+    rest = network.finish(own) if first.shape[2] == 0 else None
+    first = first if rest is None else rest
+    return torch.cat([first[0, :, :1].to(latents), latents[:, 1:]], 1)
 
 
-def normalisation(half: VideoDecoder | FrameEncoder, path: str | Path) -> Normalisation:
-    """Normalisation of latents (mean and deviation) of an encoder or decoder that was loaded from `path`.
+def normalisation(network: VideoAutoencoder, path: str | Path) -> Normalisation:
+    """Normalisation of latents (mean and deviation) of an autoencoder that was loaded from `path`.
 
     Raises:
         ConfigError: it takes and makes normalised latents only.
     """
-    if half.normalisation is None:
+    if network.normalisation is None:
         raise ConfigError(
             f"{path} knows normalised latents alone, so it neither makes nor takes raw ones; use Wan's own autoencoder"
         )
-    return half.normalisation
+    return network.normalisation
 
 
 def native_fps(path: str | Path) -> float:
@@ -188,24 +138,6 @@ def locate(path: Location) -> Path:
     return given
 
 
-def _load(
-    path: Location, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
-) -> tuple[Any, Normalisation | None]:
-    """See `build`."""
-    place = locate(path)
-    if str(path) in _RANDOM:
-        with torch.device("meta"):
-            module = _RANDOM[str(path)]()
-        needed = ("",) if isinstance(module, TAEHV) else wan.WAN_PREFIXES[half]
-        return build(place, draw(module, needed, device, dtype), None, half, "normalised", device, dtype)
-    config, tensors = _read_config(place), read_tensors(place / FILE if place.is_dir() else place)
-    if place.is_file() and is_taehv(tensors):
-        config = None
-    elif latent_space is not None:
-        raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
-    return build(place, tensors, config, half, latent_space, device, dtype)
-
-
 def build(
     path: Path,
     tensors: Mapping[str, Tensor],
@@ -214,9 +146,8 @@ def build(
     latent_space: str | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[Any, Normalisation | None]:
-    """The network of these tensors: TAEHV, and the normalisation of its latents; or Wan's with weights for this `half`,
-    the other one on the meta device, which says itself how latents are normalised (None).
+) -> VideoAutoencoder:
+    """The network of these tensors: TAEHV, or Wan's with weights for this `half`, the other one on the meta device.
 
     Args:
         path: for messages, and see `taehv.space_of`.
@@ -239,7 +170,8 @@ def build(
     load_module(network, path, tensors, device, dtype, ("",) if taehv else wan.WAN_PREFIXES[half])
     if taehv:
         network.to(memory_format=torch.channels_last)
-    return network, normalisation
+        return TaehvAutoencoder(network, normalisation)
+    return WanAutoencoder(network)
 
 
 def _read_config(place: Path) -> dict[str, Any] | None:
@@ -266,18 +198,18 @@ def _read_config(place: Path) -> dict[str, Any] | None:
 class ImageEncoder:
     """`load` reads the encoder, when the first picture or video comes: most streams have none. For any thread."""
 
-    load: Callable[[], FrameEncoder]
+    load: Callable[[], VideoAutoencoder]
     spec: ModelSpec
     _loading: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def encoder(self) -> FrameEncoder:
+    def encoder(self) -> VideoAutoencoder:
         """The encoder, loaded at the first use. Raises the exceptions of `load`."""
         with self._loading:
             return self._loaded
 
     @cached_property
-    def _loaded(self) -> FrameEncoder:
+    def _loaded(self) -> VideoAutoencoder:
         return self.load()
 
     @torch.inference_mode()
@@ -298,5 +230,5 @@ class ImageEncoder:
         with side_stream(encoder.device, after_current=True):
             video = still.to(encoder.device, torch.float32) / 127.5 - 1
             frames = encoder.first_frames + (count - 1) * encoder.temporal
-            latents = encoder.encode(video.expand(-1, -1, frames, -1, -1), encoder.new_memory())[0].float().cpu()
+            latents = encoder.encode(video.expand(-1, -1, frames, -1, -1), encoder.new_encode_memory())[0].float().cpu()
         return torch.stack(latents.split(spec.chunk_latents, 1))

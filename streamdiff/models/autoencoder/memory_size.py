@@ -44,7 +44,8 @@ _Strides = tuple[Count, Count, Count]
 
 class _Convolution(NamedTuple):
     """One of a decoder's layers: channels before and after, pixels of its kernel, `frames` that it makes of one latent
-    frame, `scale` of its rows and columns to the latents', weights of the norm before it, whether it has a bias."""
+    frame, `scale` of its rows and columns to the latents', weights of the norm before it, whether it has a bias;
+    `past`: channels before that are of the frame before."""
 
     before: int
     after: int
@@ -53,6 +54,12 @@ class _Convolution(NamedTuple):
     scale: int
     norm: int = 0
     bias: bool = True
+    past: int = 0
+
+    @property
+    def remembered(self) -> int:
+        """Channels of input that a stream keeps."""
+        return self.past or (_LOOKED_BACK * self.before if self.size in _CAUSAL else 0)
 
 
 def _sizes_of(layers: Iterable[_Convolution], work: float, height: int, width: int) -> DecoderSizes:
@@ -61,17 +68,23 @@ def _sizes_of(layers: Iterable[_Convolution], work: float, height: int, width: i
     last = layers[-1]
     return DecoderSizes(
         weights=sum((each.size * each.before + each.bias) * each.after + each.norm for each in layers),
+        remembered=pixels * sum(each.remembered * each.scale**2 for each in layers),
         work_per_latent=round(work * last.before * last.frames * pixels * last.scale**2),
         flops=2.0 * pixels * sum(each.size * each.before * each.after * each.frames * each.scale**2 for each in layers),
     )
 
 
 def wan_decoder(config: Mapping[str, Any], height: int, width: int) -> DecoderSizes:
-    """Sizes of Wan's decoder for latents of `height` x `width`; `config` as for `wan_values`."""
+    """Sizes of Wan's decoder for latents of `height` x `width`.
+
+    Args:
+        config: of diffusers' `AutoencoderKLWan`: base_dim (or decoder_base_dim), z_dim, dim_mult, num_res_blocks,
+            temperal_downsample, and is_residual for Wan2.2's kind.
+    """
     found = _sizes_of(_wan_layers(config), _WAN_WORK, height, width)
     middle: int = (config.get("decoder_base_dim") or config["base_dim"]) * config["dim_mult"][-1]
     attention = 4.0 * (height * width) ** 2 * middle
-    return replace(found, remembered=wan_values(config, height, width), flops=found.flops + attention)
+    return replace(found, flops=found.flops + attention)
 
 
 def _wan_layers(config: Mapping[str, Any]) -> Iterator[_Convolution]:
@@ -104,18 +117,6 @@ def _wan_layers(config: Mapping[str, Any]) -> Iterator[_Convolution]:
     yield _Convolution(widths[-1], 3 * patch**2, 27, frames, scale, norm=widths[-1])
 
 
-def wan_values(config: Mapping[str, Any], height: int, width: int) -> int:
-    """Numbers that a running stream of `height` x `width` latent pixels has in the memory of Wan's decoder: two input
-    frames of every causal convolution, at the size of the picture there.
-
-    Args:
-        config: of diffusers' `AutoencoderKLWan`: base_dim (or decoder_base_dim), z_dim, dim_mult, num_res_blocks,
-            temperal_downsample, and is_residual for Wan2.2's kind.
-    """
-    causal = [each for each in _wan_layers(config) if each.size in _CAUSAL]
-    return _LOOKED_BACK * sum(each.before * height * width * each.scale**2 for each in causal)
-
-
 @dataclass(frozen=True)
 class TaehvConfig:
     """Layer sizes of a TAEHV autoencoder. The defaults are those for Wan2.1 (taew2_1).
@@ -146,17 +147,9 @@ class TaehvConfig:
         """Frames per latent frame."""
         return self.decoder_time[0] * self.decoder_time[1] * self.decoder_time[2]
 
-    def memory_values(self, height: int, width: int) -> int:
-        """Numbers that a decoder's stream of `height` x `width` latent pixels keeps: the last input of each block."""
-        count, pixels = 0, height * width
-        for channels, number, stride in zip(self.decoder_widths, self.decoder_blocks, self.decoder_space, strict=False):
-            count, pixels = count + number * channels * pixels, pixels * stride**2
-        return count
-
     def decoder(self, height: int, width: int) -> DecoderSizes:
         """Sizes of the decoder, for latents of `height` x `width`."""
-        found = _sizes_of(self._decoder_layers(), _TAEHV_WORK, height, width)
-        return replace(found, remembered=self.memory_values(height, width))
+        return _sizes_of(self._decoder_layers(), _TAEHV_WORK, height, width)
 
     def _decoder_layers(self) -> Iterator[_Convolution]:
         widths, frames, scale = self.decoder_widths, 1, 1
@@ -165,7 +158,7 @@ class TaehvConfig:
             pairwise(widths), self.decoder_blocks, self.decoder_space, self.decoder_time, strict=True
         ):
             for _ in range(blocks):
-                yield _Convolution(2 * before, before, 9, frames, scale)  # sees the frame before too
+                yield _Convolution(2 * before, before, 9, frames, scale, past=before)
                 yield from [_Convolution(before, before, 9, frames, scale)] * 2
             yield _Convolution(before, lasts * before, 1, frames, scale, bias=False)
             frames, scale = frames * lasts, scale * grows

@@ -1,5 +1,5 @@
-"""Latents to pictures, by steps: what a stream remembers goes in and comes out as tensors, so that a step can be
-compiled.
+"""What every autoencoder can do (`VideoAutoencoder`); and latents to pictures, by steps: what a stream remembers goes
+in and comes out as tensors, so that a step can be compiled.
 
 A *past* is what a stream remembers, by the number of the layer that will look at it: a tensor; None where the layer has
 seen nothing; or a word that the layer itself has left there. A step changes none of what it is given.
@@ -93,25 +93,40 @@ Layout = Callable[[Tensor], Tensor]
 """Frames `[n, 3, H, W]`, float in [0, 255], to pictures in bytes."""
 
 
-class VideoDecoder(Protocol):
-    """The network of a decoder: latents to frames as numbers, in any pieces; decoding a stream in pieces gives the
-    frames of decoding it whole. What a stream remembers is the network's own type; everyone else only carries it.
+class VideoAutoencoder(Protocol):
+    """A network between latents and frames, in any pieces: a stream that is decoded, or encoded, in pieces gives what
+    it gives as a whole. What a stream remembers is the network's own type; everyone else only carries it. One half may
+    have no weights (`autoencoder.load_autoencoder`).
 
-    Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame (but a stream's first, which
-    may have fewer). `normalisation` leads from raw latents to normalised ones, None where the network knows the latter
-    alone. `layers` are those that see more than a pixel."""
+    Sizes: `spatial` pixels per latent pixel each way, `temporal` frames per latent frame, but a stream's first, which
+    may have fewer, `first_frames` to encode. `normalisation` leads from raw latents to normalised ones, None where the
+    network knows the latter alone. `layers` are those of the decoder that see more than a pixel."""
 
     latent_channels: int
     spatial: int
     temporal: int
+    first_frames: int
     device: torch.device
     layers: nn.Module
 
     @property
     def normalisation(self) -> Normalisation | None: ...
 
+    def new_encode_memory(self) -> Any:
+        """The memory of a stream to encode that has not begun."""
+
+    def latents_of(self, frames: int) -> int:
+        """Latent frames that a clip becomes; ConfigError for a length that cannot be encoded."""
+
+    def encode(self, video: Tensor, memory: Any) -> Tensor:
+        """Frames `[B, 3, n, H, W]` in [-1, 1] to normalised latents float32 `[B, C, F, h, w]`, F 0 or more; frames
+        that do not make a latent frame yet wait in the memory. Mutates: memory."""
+
+    def finish(self, memory: Any) -> Tensor | None:
+        """At the end of a stream to encode: latents of frames that wait, None if there are none. Mutates: memory."""
+
     def new_memory(self) -> Any:
-        """The memory of a stream that has not begun."""
+        """The memory of a stream to decode that has not begun."""
 
     def stream_bytes(self, height: int, width: int) -> int:
         """Bytes that the memory of a running stream has, for latents of `height` x `width`."""
@@ -179,7 +194,7 @@ class PictureDecoder:
     a stream's beginning, is decoded the plain way, so nothing is ever compiled again.
     """
 
-    def __init__(self, network: VideoDecoder, layout: Layout = rgb24) -> None:
+    def __init__(self, network: VideoAutoencoder, layout: Layout = rgb24) -> None:
         self.network, self.layout, self.temporal = network, layout, network.temporal
         self.new_memory, self.stream_bytes = network.new_memory, network.stream_bytes
         self._graphs: dict[Key, Step] | None = None

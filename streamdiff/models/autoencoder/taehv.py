@@ -245,24 +245,18 @@ class EncodeMemory:
     pending: Tensor | None = field(default=None, metadata=STATE)
 
 
-class _TaehvHalf:
-    """Base of decoder and encoder: sizes, device and dtype. `normalisation` leads to the latents that the network
-    takes, None if they are the normalised ones."""
+class TaehvAutoencoder:
+    """A `VideoAutoencoder`. `normalisation` leads to the latents that the network takes, None if they are the
+    normalised ones. To encode, each latent frame takes `temporal` frames, the first one too; others wait in the memory.
+    """
 
     def __init__(self, autoencoder: TAEHV, normalisation: Normalisation | None) -> None:
         self.autoencoder, self.config, self.normalisation = autoencoder, autoencoder.config, normalisation
         self.latent_channels, self.spatial = self.config.latent_channels, self.config.spatial
-        self.temporal = self.config.temporal
+        self.temporal = self.first_frames = self.config.temporal
+        self.layers: nn.Module = autoencoder.decoder
         weight = next(autoencoder.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-
-
-class TaehvDecoder(_TaehvHalf):
-    """Latents to frames, a `VideoDecoder`."""
-
-    def __init__(self, autoencoder: TAEHV, normalisation: Normalisation | None) -> None:
-        super().__init__(autoencoder, normalisation)
-        self.layers: nn.Module = autoencoder.decoder
 
     def new_memory(self) -> TaehvMemory:
         return TaehvMemory()
@@ -273,7 +267,7 @@ class TaehvDecoder(_TaehvHalf):
 
     def stream_bytes(self, height: int, width: int) -> int:
         """Bytes of a running stream's memory, for latents of `height` x `width`."""
-        return memory_dtype(self.device, self.dtype).itemsize * self.config.memory_values(height, width)
+        return memory_dtype(self.device, self.dtype).itemsize * self.config.decoder(height, width).remembered
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: TaehvMemory) -> Tensor:
@@ -287,11 +281,11 @@ class TaehvDecoder(_TaehvHalf):
         return frames.transpose(1, 2) * 2 - 1
 
     def set_channels_last(self, channels_last: bool) -> None:
-        """See `VideoDecoder`; channels last, unless told otherwise."""
+        """See `VideoAutoencoder`; channels last, unless told otherwise."""
         self.autoencoder.set_memory_format(torch.channels_last if channels_last else torch.contiguous_format)
 
     def past(self, latents: Tensor, memory: TaehvMemory) -> DecoderState:
-        """See `VideoDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
+        """See `VideoAutoencoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
         check_shape("latents", latents, self.latent_channels)
         return memory.past or self.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 
@@ -312,15 +306,7 @@ class TaehvDecoder(_TaehvHalf):
             latents = self.normalisation.undo(latents)
         return latents.to(self.dtype).transpose(1, 2)
 
-
-class TaehvEncoder(_TaehvHalf):
-    """Frames to latents. Each latent frame takes `temporal` frames, the first one too; others wait in the memory."""
-
-    @property
-    def first_frames(self) -> int:
-        return self.temporal
-
-    def new_memory(self) -> EncodeMemory:
+    def new_encode_memory(self) -> EncodeMemory:
         return EncodeMemory()
 
     def latents_of(self, frames: int) -> int:

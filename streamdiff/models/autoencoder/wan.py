@@ -31,7 +31,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.memory_size import wan_values
+from streamdiff.models.autoencoder.memory_size import wan_decoder
 from streamdiff.models.autoencoder.picture_decoder import (
     WAN_CHANNELS,
     DecoderState,
@@ -51,36 +51,12 @@ class WanMemory:
     `features`: one entry per causal convolution, in the order they run: None before its first call, then its last one
     or two input frames (diffusers writes "Rep" into one that has seen a single frame). `size`: (batch, height, width)
     of the stream's pieces. `pending`: frames to encode that do not make a whole group yet. Its size does not depend on
-    the stream's length; `wan_values` counts it: to decode Wan2.1 at 480x832, 3.8 GB in
-    float32, half that in bfloat16.
+    the stream's length; `wan_decoder` counts it: to decode Wan2.1 at 480x832, 3.8 GB in float32, half that in bfloat16.
     """
 
     features: list[Tensor | str | None] = field(default_factory=list, metadata=STATE)
     size: tuple[int, int, int] | None = field(default=None, metadata=STATE)
     pending: Tensor | None = field(default=None, metadata=STATE)
-
-
-class _WanHalf:
-    """Base of decoder and encoder: sizes, device, dtype and normalisation."""
-
-    def __init__(self, autoencoder: AutoencoderKLWan, half: nn.Module) -> None:
-        config: dict[str, Any] = autoencoder.config
-        self.autoencoder = autoencoder
-        weight = next(half.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
-        self.latent_channels: int = config["z_dim"]
-        self.patch_size: int = config["patch_size"] or 1
-        self.spatial: int = 2 ** (len(config["dim_mult"]) - 1) * self.patch_size
-        self.temporal: int = 2 ** sum(config["temperal_downsample"])
-        self.normalisation = Normalisation(config["latents_mean"], config["latents_std"], self.device)
-        self._slots = sum(isinstance(module, WanCausalConv3d) for module in half.modules())
-
-    def new_memory(self) -> WanMemory:
-        return WanMemory()
-
-    def _features(self, memory: WanMemory) -> list[Tensor | str | None]:
-        """A copy to work on: a call that fails half-way leaves the stream as it was."""
-        return list(memory.features) or [None] * self._slots
 
 
 def _check(what: str, piece: Tensor, channels: int, memory: WanMemory, spatial: int = 1) -> tuple[int, int, int]:
@@ -89,6 +65,11 @@ def _check(what: str, piece: Tensor, channels: int, memory: WanMemory, spatial: 
     if memory.size not in (None, size):
         raise ValueError(f"{what} have (batch, height, width) {size}, but the stream began with {memory.size}")
     return size
+
+
+def _features(memory: WanMemory, half: nn.Module) -> list[Tensor | str | None]:
+    """A copy to work on: a call that fails half-way leaves the stream as it was."""
+    return list(memory.features) or [None] * sum(isinstance(module, WanCausalConv3d) for module in half.modules())
 
 
 def _begins(past: DecoderState) -> bool:
@@ -118,19 +99,39 @@ def _double_frames(
     return pictures
 
 
-class WanDecoder(_WanHalf):
-    """Latents to frames, a `VideoDecoder`."""
+class WanAutoencoder:
+    """A `VideoAutoencoder`; of a half that was not loaded nothing can be called.
+
+    Frames to encode may come in any numbers. One makes the first latent frame, `temporal` each later one; what does not
+    make a whole group waits in the memory for the next call. Latents are the mean of the autoencoder's distribution,
+    nothing is drawn.
+    """
+
+    first_frames = 1
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
-        super().__init__(autoencoder, autoencoder.decoder)
+        config: dict[str, Any] = autoencoder.config
+        self.autoencoder = autoencoder
+        weight = next(each for each in autoencoder.parameters() if not each.is_meta)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.latent_channels: int = config["z_dim"]
+        self.patch_size: int = config["patch_size"] or 1
+        self.spatial: int = 2 ** (len(config["dim_mult"]) - 1) * self.patch_size
+        self.temporal: int = 2 ** sum(config["temperal_downsample"])
+        self.normalisation = Normalisation(config["latents_mean"], config["latents_std"], self.device)
         self.layers: nn.Module = autoencoder.decoder
         self._layout = torch.contiguous_format
         for module in autoencoder.decoder.modules():
             if isinstance(module, WanResample) and module.mode == "upsample3d":
                 module.forward = MethodType(_double_frames, module)  # type: ignore[method-assign]
 
+    def new_memory(self) -> WanMemory:
+        return WanMemory()
+
+    new_encode_memory = new_memory
+
     def set_channels_last(self, channels_last: bool) -> None:
-        """See `VideoDecoder`; as the weights were stored, unless told otherwise."""
+        """See `VideoAutoencoder`; as the weights were stored, unless told otherwise."""
         self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
         for module in self.autoencoder.decoder.modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d):
@@ -144,7 +145,7 @@ class WanDecoder(_WanHalf):
 
     def stream_bytes(self, height: int, width: int) -> int:
         """Bytes of a running stream's memory, for latents of `height` x `width`."""
-        return self.dtype.itemsize * wan_values(self.autoencoder.config, height, width)
+        return self.dtype.itemsize * wan_decoder(self.autoencoder.config, height, width).remembered
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: WanMemory) -> Tensor:
@@ -171,10 +172,10 @@ class WanDecoder(_WanHalf):
         return torch.cat(parts, 2)
 
     def past(self, latents: Tensor, memory: WanMemory) -> DecoderState:
-        """See `VideoDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
+        """See `VideoAutoencoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
         layer and a word where time is stretched, then two frames, from there on always."""
         _check("latents", latents, self.latent_channels, memory)
-        return dict(enumerate(self._features(memory)))
+        return dict(enumerate(_features(memory, self.autoencoder.decoder)))
 
     def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor, ...]:
         """A stream's first latent frame, which makes one picture, then all others together."""
@@ -202,19 +203,6 @@ class WanDecoder(_WanHalf):
             for index, each in enumerate(features)
         }
         return video.clamp(-1, 1), after
-
-
-class WanEncoder(_WanHalf):
-    """Frames to latents: the mean of the autoencoder's distribution, nothing is drawn.
-
-    Frames may come in any numbers. One frame makes the first latent frame, `temporal` each later one; what does not
-    make a whole group waits in the memory for the next call.
-    """
-
-    first_frames = 1
-
-    def __init__(self, autoencoder: AutoencoderKLWan) -> None:
-        super().__init__(autoencoder, autoencoder.encoder)
 
     def latents_of(self, frames: int) -> int:
         """Latent frames that a clip of `frames` frames becomes.
@@ -247,7 +235,7 @@ class WanEncoder(_WanHalf):
     def encode_raw(self, video: Tensor, memory: WanMemory) -> Tensor:
         """As `encode`, but raw latents in the weights' dtype: the mean of `AutoencoderKLWan.encode`, piece by piece."""
         size = batch, height, width = _check("frames", video, 3, memory, self.spatial)
-        features, first = self._features(memory), 0 if memory.features else 1
+        features, first = _features(memory, self.autoencoder.encoder), 0 if memory.features else 1
         whole, pending = split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
         whole = patchify(whole, self.patch_size)  # type: ignore[no-untyped-call]
         parts = [

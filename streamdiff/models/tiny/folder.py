@@ -5,18 +5,17 @@ model_index.json   transformer/   text_encoder/   tokenizer/   vae/{config.json,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from streamdiff.core import Control
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import TaehvConfig
 from streamdiff.models.spec import ModelSpec
-from streamdiff.models.weight_files import Count, read_object, validated
+from streamdiff.models.weight_files import Count, Positive, read_object, validated
 
 _FILE = "diffusion_pytorch_model.safetensors"
 _PARTS = (
@@ -29,23 +28,6 @@ _PARTS = (
     "vae/config.json",
     f"vae/{_FILE}",
 )
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class _StreamFacts(BaseModel):
-    """`stream` of model_index.json: fields of `ModelSpec`."""
-
-    latent_height: Count
-    latent_width: Count
-    chunk_latents: Count
-    window_latents: Count
-    clean_window_latents: Count | None = None
-    sink_latents: Annotated[int, Field(ge=0)] = 0
-    native_fps: _Positive
-    shift: _Positive
-    context_sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
-    steps: Annotated[tuple[Count, ...], Field(min_length=1)]
-    controls: tuple[Control, ...] = ()
 
 
 class _Transformer(BaseModel):
@@ -61,7 +43,7 @@ class _Transformer(BaseModel):
     in_channels: Count
     out_channels: Count
     cross_attn_norm: bool = True
-    eps: _Positive = 1e-6
+    eps: Positive = 1e-6
     rope_max_seq_len: Count = 1024
 
 
@@ -74,11 +56,6 @@ class FolderFacts:
     spec: ModelSpec
     architecture: dict[str, Any]
     decoder: TaehvConfig
-
-    @property
-    def weights(self) -> Path:
-        """The transformer's file."""
-        return self.folder / "transformer" / _FILE
 
 
 def read_folder(folder: Path, name: str) -> FolderFacts:
@@ -94,8 +71,6 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
             "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
             "`python -m training`"
         )
-    index = folder / "model_index.json"
-    stream = validated(index, _StreamFacts, read_object(index).get("stream") or {})
     transformer = validated(folder / "transformer" / "config.json", _Transformer)
     decoder = validated(folder / "vae" / "config.json", TaehvConfig)
     match read_object(folder / "tokenizer" / "tokenizer.json"):
@@ -103,18 +78,20 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
             pass
         case _:  # it does not say to which length texts are padded
             text_tokens = 0
-    spec = ModelSpec(
-        name=name,
-        latent_channels=decoder.latent_channels,
-        frames_per_latent=decoder.temporal,
-        width=stream.latent_width * decoder.spatial,
-        height=stream.latent_height * decoder.spatial,
-        text_shape=(text_tokens, transformer.text_dim),
-        **dict(stream),
-    )
+    index = folder / "model_index.json"
+    stream = read_object(index).get("stream")
+    facts = {
+        "name": name,
+        "latent_channels": decoder.latent_channels,
+        "frames_per_latent": decoder.temporal,
+        "text_shape": (text_tokens, transformer.text_dim),
+    }
+    usual = {"sink_latents": 0, "width": 0, "height": 0}  # the last two until the file's own sizes are checked
+    spec = validated(index, ModelSpec, {**usual, **(stream if isinstance(stream, dict) else {}), **facts})
+    spec = replace(spec, width=spec.latent_width * decoder.spatial, height=spec.latent_height * decoder.spatial)
     planes = transformer.in_channels - transformer.out_channels
     names = [control.name for control in spec.controls]
-    if "" in names or len(set(names)) != len(names) or len(names) > planes:
+    if not all(names) or len(set(names)) != len(names) or len(names) > planes:
         raise ConfigError(
             f"{folder}: controls are {', '.join(names)}, but the transformer has {planes} input channels "
             "beside the latents'; each control needs one, and a name of its own"

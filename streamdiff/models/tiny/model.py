@@ -14,7 +14,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.model import Model
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
@@ -95,5 +95,5 @@ def load_model(
     """
     spec = read_folder(folder, name).spec
     weights = load_transformer(open_transformer(folder / "transformer"), device=device, dtype=torch.float32)
-    decoder = PictureDecoder(load_decoder(folder / "vae", device, decoder_dtype))
+    decoder = PictureDecoder(load_autoencoder(folder / "vae", "decoder", device, decoder_dtype))
     return Model(spec, WanDenoiser(weights, len(spec.controls)), TinyText.load(folder, device), decoder)

@@ -108,17 +108,17 @@ def _in_vain(request: Request, before: Scene, scene: Scene) -> list[str]:
         return []
     group = request.groups[0]
     if "remove" in request.wishes:
-        wanted = {name: value for name, value in group.named.items() if name in ("color", "shape")}
-        if wanted and not any(_is(thing, wanted) for thing in before.things):
-            return [f"There is no {' '.join(wanted.values())}."]
+        if _absent(group.looks, before):
+            return [f"There is no {' '.join(group.looks.values())}."]
         return ["There is always at least one thing."] if before.second is None else []
     if speeds := {"faster", "slower"} & set(group.changes):
         return [f"It is as {speeds.pop().removesuffix('er')} as it gets."]
     return [f"It is as {group.named['size']} as it gets."] if "size" in group.named else ["It looks like that already."]
 
 
-def _is(thing: Thing, said: Mapping[str, str]) -> bool:
-    return all(getattr(thing, name) == value for name, value in said.items())
+def _absent(looks: Mapping[str, str], scene: Scene) -> bool:
+    """Whether something is named that none of the things is."""
+    return not any(all(getattr(thing, name) == value for name, value in looks.items()) for thing in scene.things)
 
 
 def _remarks(request: Request, before: Scene, scene: Scene) -> list[str]:
@@ -253,13 +253,10 @@ def _spelt(word: str) -> str | None:
     candidates = [
         entry
         for entry, (_, exact) in meanings.items()
-        if (exact or len(word) >= 6) and " " not in entry and len(entry) > 2 and _begin_alike(word, entry)
+        if (exact or len(word) >= 6) and " " not in entry and len(entry) > 2
+        if word[0] == entry[0] or word[1] == entry[1]
     ]
     return next(iter(get_close_matches(word, candidates, 1, _ALIKE[len(word) > 5])), None)
-
-
-def _begin_alike(one: str, other: str) -> bool:
-    return one[0] == other[0] or one[1] == other[1]
 
 
 # ---- what a prompt asks for ------------------------------------------------------------------------------------------
@@ -267,7 +264,7 @@ def _begin_alike(one: str, other: str) -> bool:
 
 class Group:
     """What a prompt says of one thing, in these `words`: `said` is the word that decides each field of `Thing`, the
-    first exact one, else the first near one."""
+    first exact one, else the first near one. `article`: it has a or an; `many`: its shape is in the plural."""
 
     def __init__(self, words: Sequence[Word]) -> None:
         self.words = words
@@ -276,6 +273,9 @@ class Group:
             for name in THING_TABLES.keys() & word.says.keys():
                 if name not in self.said or (word.exact and not self.said[name].exact):
                     self.said[name] = word
+        self.changes, self.two = _values(words, "change"), "two" in _values(words, "count")
+        self.article = any(word.entry in ("a", "an") for word in words)
+        self.many = any(word.many and "shape" in word.says for word in words)
 
     @property
     def named(self) -> dict[str, str]:
@@ -283,60 +283,43 @@ class Group:
         return {name: word.says[name] for name, word in self.said.items()}
 
     @property
-    def changes(self) -> list[str]:
-        return [word.says["change"] for word in self.words if "change" in word.says]
-
-    @property
-    def article(self) -> bool:
-        return any(word.entry in ("a", "an") for word in self.words)
-
-    @property
-    def two(self) -> bool:
-        return any(word.says.get("count") == "two" for word in self.words)
-
-    @property
-    def many(self) -> bool:
-        """Whether a shape is named in the plural."""
-        return any(word.many and "shape" in word.says for word in self.words)
-
-
-@dataclass
-class Request:
-    """A parsed prompt: `groups` of what is to be, of those `spoken` of, and `setting`, the word that decides each field
-    of it. `uncolored` are colors that were said of the setting, which has none that can be chosen; `target` what is
-    said of the thing that is to become another, as in "turn the circle into a heart"."""
-
-    spoken: list[Group]
-    groups: list[Group]
-    setting: dict[str, Word]
-    uncolored: list[str]
-    target: dict[str, str]
-
-    @property
-    def words(self) -> list[Word]:
-        return [word for group in self.spoken for word in group.words]
-
-    @property
-    def ends(self) -> set[str]:
-        """Weathers that are to end."""
-        return {word.says["end"] for word in self.words if "end" in word.says}
-
-    @property
-    def wishes(self) -> set[str]:
-        """Any of add, remove, one, both and edit."""
-        found = {word.says[name] for word in self.words for name in ("count", "refer", "edit") if name in word.says}
-        if self.words and self.words[0].entry in ("and", "plus", "with"):
-            found.add("add")
-        return found | {"edit"} if any({"refer", "edit"} & word.says.keys() for word in self.words) else found
+    def looks(self) -> dict[str, str]:
+        """Those by which it can be told from another."""
+        return {name: value for name, value in self.named.items() if name in ("color", "shape")}
 
     @property
     def empty(self) -> bool:
-        described = any(map(_says_anything, self.groups)) or self.setting or self.ends
+        return not (self.said or self.changes or self.two)
+
+
+def _values(words: Sequence[Word], name: str) -> list[str]:
+    """What the words say of a field."""
+    return [word.says[name] for word in words if name in word.says]
+
+
+class Request:
+    """A parsed prompt, of `words`: `groups` of what is to be, of those `spoken` of, and `setting`, the word that
+    decides each field of it. `uncolored` are colors that were said of the setting, which has none that can be chosen;
+    `target` what is said of the thing that is to become another, as in "turn the circle into a heart". `ends` are
+    weathers that are to end; `wishes` any of add, remove, one, both and edit."""
+
+    def __init__(self, words: Sequence[Word], spoken: list[Group], uncolored: list[str]) -> None:
+        self.words, self.spoken, self.uncolored = words, spoken, uncolored
+        self.groups, self.target, self.setting = spoken, dict[str, str](), dict[str, Word]()
+        for word in words:
+            for name in SETTING_TABLES.keys() & word.says.keys():
+                if word.exact or name not in self.setting or not self.setting[name].exact:  # the last word counts
+                    self.setting[name] = word
+        self.ends = set(_values(words, "end"))
+        edits = _values(words, "refer") + _values(words, "edit")
+        self.wishes = {*edits, *_values(words, "count"), *(("edit",) if edits else ())}
+        if words and words[0].entry in ("and", "plus", "with"):
+            self.wishes.add("add")
+
+    @property
+    def empty(self) -> bool:
+        described = not all(group.empty for group in self.groups) or self.setting or self.ends
         return not (described or self.wishes & {"add", "remove", "one"})
-
-
-def _says_anything(group: Group) -> bool:
-    return bool(group.said or group.changes or group.two)
 
 
 def parse(prompt: str) -> Request:
@@ -344,13 +327,9 @@ def parse(prompt: str) -> Request:
     typed = read_words(prompt)
     uncolored = _colors_of_setting(typed)
     words = [word for index, word in enumerate(typed) if index not in uncolored]
-    cut, setting = _cut(words), dict[str, Word]()
-    for word in words:
-        for name in SETTING_TABLES.keys() & word.says.keys():
-            if word.exact or name not in setting or not setting[name].exact:  # the last word counts
-                setting[name] = word
+    cut = _cut(words)
     spoken = [Group(half) for half in (words[:cut], words[cut:]) if half] or [Group([])]
-    request = Request(spoken, spoken, setting, [typed[index].typed for index in uncolored], {})
+    request = Request(words, spoken, [typed[index].typed for index in uncolored])
     _find_target(request)
     return request
 
@@ -410,7 +389,7 @@ def _find_target(request: Request) -> None:
         return
     between = group.words[colors[0] + 1 : colors[1]]
     if any("shape" in word.says or word.entry in ("one", "thing") for word in between):  # "make the blue one red"
-        request.target = {name: value for name, value in group.named.items() if name in ("shape", "color")}
+        request.target = group.looks
         group.said.pop("shape", None)
         group.said["color"] = group.words[colors[1]]
 
@@ -420,7 +399,7 @@ def _find_target(request: Request) -> None:
 
 def apply(request: Request, before: Scene) -> Scene:
     """The scene after a request, when `before` was shown. What it leaves open stays, unless it describes a new one."""
-    groups, wishes = [group for group in request.groups if _says_anything(group)], request.wishes
+    groups, wishes = [group for group in request.groups if not group.empty], request.wishes
     if "remove" in wishes:
         return _removed(request, groups, before)
     setting = {name: word.says[name] for name, word in request.setting.items()}
@@ -484,7 +463,7 @@ def _owner(said: dict[str, str], scene: Scene) -> Thing | None:
 def _edited(request: Request, group: Group, scene: Scene) -> Scene:
     """Change the thing that is meant, or both; `scene` has two."""
     assert scene.second is not None
-    meant = request.target or {name: value for name, value in group.named.items() if name in ("color", "shape")}
+    meant = request.target or group.looks
     if "both" in request.wishes or not meant:  # "faster" is for all that is there
         return replace(scene, first=_changed(group, scene.first), second=_changed(group, scene.second))
     if _owner(meant, scene) is scene.second:
@@ -499,8 +478,7 @@ def _removed(request: Request, groups: list[Group], before: Scene) -> Scene:
     scene = _placed(before, {"camera": "still"} if "camera" in setting else {}, request.ends | weather)
     if request.ends or {"weather", "camera"} & setting.keys() or scene.second is None:
         return scene
-    named = {name: value for name, value in (groups[0].named if groups else {}).items() if name in ("color", "shape")}
-    if named and not any(_is(thing, named) for thing in scene.things):
+    if groups and _absent(groups[0].looks, scene):
         return scene
     first_meant = bool(groups) and _owner(groups[0].named, scene) is scene.first
     return replace(scene, first=scene.second if first_meant else scene.first, second=None)

@@ -5,6 +5,9 @@ fast and wrong gives a picture of noise and no error (a published one does so on
 computes a small case at the start and is compared with the plain formula. `auto` of `model.attention` on CUDA is found
 by trial on the device: each candidate computes self-attention at the model's real sizes; one that cannot run, or whose
 numbers are wrong, is left out; the others are timed.
+
+Rows of several sessions, over keys and values in pages, can be one call of torch's `varlen_attn` on CUDA (`paged`); a
+trial on the device says whether that is used.
 """
 
 from __future__ import annotations
@@ -247,7 +250,7 @@ def fault(name: str, case: AttentionCase) -> str | None:
             ]
             found = [_off(each[:, case.sampled], case.expected) for each in got]
     except REFUSALS as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = _first_line(error)
         return "cannot run here: " + (message.partition(". ")[0] if isinstance(error, NotImplementedError) else message)
     finally:
         activate(next((each for each, known in IMPLEMENTATIONS.items() if known.name == before), ""))
@@ -256,6 +259,10 @@ def fault(name: str, case: AttentionCase) -> str | None:
         if not off <= allowed:
             return f"is wrong here{over}: off by {off:.3g}, with {allowed:g} allowed"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def missing(name: str, device: torch.device) -> str | None:
@@ -285,14 +292,6 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def formula_error(got: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float | None:
-    """By how much a result `[R, L, H, d]` differs from the formula's, for some of the queries; None: by no more than
-    its dtype allows."""
-    sampled = _sampled(query)
-    off = _off(got[:, sampled], _formula(query[:, sampled], key, value))
-    return None if off <= _TOLERANCE[query.dtype] else off
-
-
 def _sampled(query: Tensor) -> Tensor:
     """Numbers of some queries of `[R, L, H, d]`, the last among them: where a kernel's last tile is a part of one."""
     count = query.shape[1]
@@ -319,23 +318,16 @@ Stopwatch = Callable[[Callable[[], object], torch.device], float]
 """Seconds that a call takes on a device, see `streamdiff.device.seconds_per_call`."""
 
 
-class Trial(NamedTuple):
-    """Result of a trial: the kernel to use, and what was tried, for people."""
-
-    fastest: str
-    reason: str
-
-
 def try_attention(
     shape: AttentionShape,
     device: torch.device,
     dtype: torch.dtype,
     candidates: Sequence[str] = CANDIDATES,
     stopwatch: Stopwatch = seconds_per_call,
-) -> Trial:
-    """Try `candidates` out: the first of `CANDIDATES` stays unless another is faster by `MARGIN`, and where none runs.
-    Takes seconds, and memory of the device for a layer's queries, keys and values. Leaves torch's flash kernel as torch
-    comes with it (`activate`)."""
+) -> tuple[str, str]:
+    """The kernel to use, and what was tried, for people. Of `candidates` the first of `CANDIDATES` stays unless another
+    is faster by `MARGIN`, and where none runs. Takes seconds, and memory of the device for a layer's queries, keys and
+    values. Leaves torch's flash kernel as torch comes with it (`activate`)."""
     case, usual = AttentionCase.of(shape, device, dtype), CANDIDATES[0]
     seconds, left_out = dict[str, float](), list[str]()
     for name in candidates:
@@ -352,4 +344,103 @@ def try_attention(
     sizes = f"{shape.queries:,} of {shape.keys:,} tokens, {shape.heads} heads of {shape.head_dim}"
     timed = ", ".join(f"{name} {1000 * each:.3g} ms" for name, each in seconds.items()) or "none runs"
     reason = f"tried at {sizes}, {str(dtype).removeprefix('torch.')}: {timed}"
-    return Trial(fastest, f"{reason}; left out: {'; '.join(left_out)}" if left_out else reason)
+    return fastest, f"{reason}; left out: {'; '.join(left_out)}" if left_out else reason
+
+
+# ---- rows of several sessions in one kernel ------------------------------------------------------------------------
+
+AttendPaged = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Attention of rows `[R, L, H, d]` over frames of a pool, keys and values `[frames, tokens, H, d]`, of which each row
+sees those that it has in int64 `[R, n]`."""
+
+
+def paged(page: int, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """As `AttendPaged`, by `varlen_attn` over pages of `page` tokens, by which a frame's can be divided. Its keys are
+    not split, so that a row's result is the same bits whatever is beside it."""
+    varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn  # older versions have none
+    (rows, length), parts = query.shape[:2], key.shape[1] // page
+    # A frame's pages follow one another.
+    table = (seen[:, :, None] * parts + torch.arange(parts, device=seen.device)).flatten(1).int()
+    tokens = table.shape[1] * page
+    ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+    used = torch.full((rows,), tokens, dtype=torch.int32, device=query.device)
+    pages = [each.unflatten(1, (parts, page)).flatten(0, 1) for each in (key, value)]
+    mixed: Tensor = varlen_attn(
+        query.flatten(0, 1), *pages, ends, None, length, tokens, seqused_k=used, block_table=table, num_splits=1
+    )
+    return mixed.view(rows, length, *query.shape[2:])
+
+
+def row_by_row(attend: AttendParts, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """As `AttendPaged`, by a kernel for one row at a time, over a copy of what it sees."""
+    mixed = []
+    for own, frames in zip(query, seen, strict=True):
+        parts = [each.index_select(0, frames).flatten(0, 1)[None] for each in (key, value)]
+        mixed.append(attend(own[None], [(parts[0], parts[1])]))
+    return torch.cat(mixed)
+
+
+@torch.inference_mode()
+def try_paged(
+    shape: AttentionShape,
+    rows: int,
+    frame_tokens: int,
+    attend: AttendParts,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: Callable[..., Tensor] = paged,
+    stopwatch: Stopwatch = seconds_per_call,
+) -> tuple[AttendPaged | None, str]:
+    """The kernel for several rows (None: row by row), and what was tried, for people. Try `kernel` with pages of a
+    frame and of its largest divisor up to 256, against `rows` rows one after the other by `attend`: that stays unless a
+    right one is faster by `MARGIN`. Takes seconds, and memory of the device for the keys and values of a layer of so
+    many sessions."""
+    if device.type != "cuda" and kernel is paged:
+        return None, f"row by row: varlen_attn is for CUDA, and the device is {device.type}"
+    try:
+        generator = torch.Generator().manual_seed(0)
+        count = shape.keys // frame_tokens
+        seen = torch.randperm(rows * count, generator=generator).view(rows, count).to(device)
+        sizes = ((rows, shape.queries), (rows * count, frame_tokens), (rows * count, frame_tokens))
+        query, key, value = (
+            torch.randn(*size, shape.heads, shape.head_dim, generator=generator).to(device, dtype) for size in sizes
+        )
+        loop = partial(row_by_row, attend)
+        found, tried = list[tuple[float, AttendPaged | None]](), list[str]()
+        for page in _pages(frame_tokens):
+            own = partial(kernel, page)
+            try:
+                off = _wrong_rows(own(query, key, value, seen), query, key, value, seen)
+            except (*REFUSALS, TypeError) as error:  # the last of a torch that does not know an argument yet
+                tried.append(f"varlen, pages of {page}, cannot run here: {_first_line(error)}")
+                continue
+            if off is not None:
+                tried.append(f"varlen, pages of {page}, is wrong here: off by {off:.3g}")
+                continue
+            found.append((stopwatch(partial(own, query, key, value, seen), device), own))
+            tried.append(f"varlen, pages of {page}, {1000 * found[-1][0]:.3g} ms")
+        alone_s = stopwatch(partial(loop, query, key, value, seen), device)
+    except REFUSALS as error:  # memory is short, most likely
+        return None, f"row by row: the trial cannot run here: {_first_line(error)}"
+    best_s, best = min(found, key=lambda each: each[0], default=(alone_s, None))
+    chosen = best if best_s < (1 - MARGIN) * alone_s else None
+    tried.append(f"row by row {1000 * alone_s:.3g} ms")
+    name = "row by row" if chosen is None else "by varlen_attn"
+    return chosen, f"{name}; tried with {rows} rows: {', '.join(tried)}"
+
+
+def _pages(tokens: int) -> Sequence[int]:
+    divisor = max(page for page in range(1, min(tokens, 256) + 1) if tokens % page == 0)
+    return (tokens,) if divisor == tokens else (tokens, divisor)
+
+
+def _wrong_rows(got: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> float | None:
+    """By how much a row's result differs from the formula's, for some of the queries; None: by no more than its dtype
+    allows."""
+    sampled = _sampled(query)
+    for row, own in enumerate(got):
+        whole = (each[seen[row]].flatten(0, 1)[None] for each in (key, value))
+        off = _off(own[None, sampled], _formula(query[row : row + 1, sampled], *whole))
+        if not off <= _TOLERANCE[query.dtype]:
+            return off
+    return None

@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -80,7 +79,13 @@ def open_transformer(
             f"or blocks.0.attn1.to_q.weight (diffusers), found {some(checkpoint.names) or 'no tensors'}"
         )
     names = translate(checkpoint.names, layout)
-    shape = partial(stored_shape, checkpoint, names)
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        if (source := names.sources.get(name)) is None:
+            return None
+        rows, *rest = checkpoint.entries[source.name].shape or (1,)
+        return (rows // source.parts, *rest)
+
     try:
         architecture = read_architecture(shape, block_count(names.sources), config, checkpoint.config)
     except ConfigError as error:
@@ -338,31 +343,13 @@ def _heads(width: int, heads: int | None, head_dim: int | None) -> tuple[int, in
     return heads, width // heads
 
 
-def stored_shape(checkpoint: Checkpoint, names: Names, name: str) -> tuple[int, ...] | None:
-    """The `Shape` of what is stored in a checkpoint under these names."""
-    if (source := names.sources.get(name)) is None:
-        return None
-    rows, *rest = checkpoint.entries[source.name].shape or (1,)
-    return (rows // source.parts, *rest)
-
-
 _FACTOR = re.compile(r"(.+)\.(?:lora_(A|down)|lora_(B|up))(?:\.\w+)??\.weight")
 _ALPHA = ".alpha"
 _PEFT = "adapter_model"
 
 
-@dataclass
-class _Pair:
-    """Stored names of the two factors of one change, and of its alpha."""
-
-    down: str = ""
-    up: str = ""
-    alpha: str = ""
-
-    @property
-    def any(self) -> str:
-        """One of the names, for messages."""
-        return self.down or self.up or self.alpha
+_Pair = dict[str, str]
+"""Stored names of the two factors of one change, `down` and `up`, and of its `alpha` if there is one."""
 
 
 @dataclass(frozen=True)
@@ -385,15 +372,13 @@ class Adapter:
         if name not in self.changes:
             return None
         pair, (_, part, parts) = self.changes[name]
-        down, up = (
-            self.checkpoint.read(factor).to(device, torch.float32).flatten(1) for factor in (pair.down, pair.up)
-        )
+        down, up = (self.checkpoint.read(pair[half]).to(device, torch.float32).flatten(1) for half in ("down", "up"))
         rank = down.shape[0]
-        alpha = float(self.checkpoint.read(pair.alpha)) if pair.alpha else self.alpha
+        alpha = float(self.checkpoint.read(pair["alpha"])) if "alpha" in pair else self.alpha
         strength = 1.0 if alpha is None else alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
         result = up.chunk(parts)[part] @ down * (self.scale * strength)
         if not bool(result.isfinite().all()):
-            raise ConfigError(f"{self.checkpoint}: the change of {name} is not finite ({pair.down}, {pair.up})")
+            raise ConfigError(f"{self.checkpoint}: the change of {name} is not finite ({pair['down']}, {pair['up']})")
         return result
 
 
@@ -420,10 +405,12 @@ def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
     faults = {
         "names that match nothing in the model": [
             *strange,
-            *(pairs[name.removesuffix(".weight")].any for name in lost),
+            *(_any(pairs[name.removesuffix(".weight")]) for name in lost),
         ],
         "names of a second adapter, of which a file must hold one": twice,
-        "factors without their other half": [pair.any for pair in pairs.values() if not (pair.down and pair.up)],
+        "factors without their other half": [
+            _any(pair) for pair in pairs.values() if not {"down", "up"} <= pair.keys()
+        ],
     }
     changes = {target: (pairs[source.name.removesuffix(".weight")], source) for target, source in names.sources.items()}
     if not any(faults.values()):
@@ -441,16 +428,18 @@ def _pairs(stored: tuple[str, ...]) -> tuple[dict[str, _Pair], list[str], list[s
     for name in stored:
         plain = bare(name)
         if match := _FACTOR.fullmatch(plain):
-            pair, half = pairs.setdefault(match[1], _Pair()), "down" if match[2] else "up"
-            if getattr(pair, half):
+            if pairs.setdefault(match[1], {}).setdefault("down" if match[2] else "up", name) != name:
                 twice.append(name)
-            else:
-                setattr(pair, half, name)
         elif plain.endswith(_ALPHA):
-            pairs.setdefault(plain.removesuffix(_ALPHA), _Pair()).alpha = name
+            pairs.setdefault(plain.removesuffix(_ALPHA), {})["alpha"] = name
         else:
             strange.append(name)
     return pairs, strange, twice
+
+
+def _any(pair: _Pair) -> str:
+    """One of the names, for messages."""
+    return pair.get("down") or pair.get("up") or pair["alpha"]
 
 
 def _misfits(
@@ -460,11 +449,11 @@ def _misfits(
 ) -> list[str]:
     found = []
     for target, (pair, source) in changes.items():
-        down, up = (checkpoint.entries[name].shape for name in (pair.down, pair.up))
+        down, up = (checkpoint.entries[pair[half]].shape for half in ("down", "up"))
         rows, columns = shapes[target][0] * source.parts, prod(shapes[target][1:])
         fits = len(down) > 1 and len(up) > 1 and down[0] == prod(up[1:]) > 0
-        if pair.alpha and prod(checkpoint.entries[pair.alpha].shape) != 1:
-            found.append(f"{pair.alpha} is not a single number")
+        if "alpha" in pair and checkpoint.entries[pair["alpha"]].numel() != 1:
+            found.append(f"{pair['alpha']} is not a single number")
         if not fits or (up[0], prod(down[1:])) != (rows, columns):
             found.append(f"{target} is {rows} x {columns}, but {list(up)} x {list(down)} is to be added")
     return found

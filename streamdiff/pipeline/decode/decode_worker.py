@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +23,19 @@ from torch import Tensor
 
 from streamdiff.core import MicroStep
 from streamdiff.device import bind
+from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, TransferStream
+from streamdiff.pipeline.decode.decoder_memories import (
+    NO_STREAM,
+    SHAPE_KEY,
+    DecoderMemories,
+    TransferStream,
+    stream_key,
+)
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
-from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import (
     MessageKind,
     MessageLayout,
@@ -36,22 +43,10 @@ from streamdiff.pipeline.distributed.message import (
     SessionUpdate,
     StageMessage,
 )
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, send_state
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
-
-NO_STREAM = -1
-"""A SAVE of it asks for `outlines`."""
-
-
-SHAPE_KEY = "decoder: chunk shape"
-"""Exchange key of a chunk's shape, which the head puts there for the decoding rank."""
-
-
-def stream_key(stream: int) -> str:
-    """Exchange key of a decoder's state of one stream."""
-    return f"decoder: stream {stream}"
 
 
 @dataclass(frozen=True)
@@ -72,139 +67,14 @@ class Piece:
 
 
 Deliver = Callable[[Piece], None]
-SavedMemory = Callable[[], State | None]
-"""Gives what a decoder remembers of a stream once, when it is there; None: not yet. From any thread."""
-
-
-class Decoding(Protocol):
-    """Decodes latents to pictures, which are delivered from a thread of its own."""
-
-    _error: BaseException | None
-
-    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
-
-    def forget(self, stream: int) -> None:
-        """The stream has ended; what was submitted may still come out."""
-
-    def save(self, stream: int) -> SavedMemory:
-        """What the decoder remembers of a stream after all that was submitted. Does not wait."""
-
-    def load(self, stream: int, state: State) -> None:
-        """Let a stream that has not begun continue from what was saved. Raises ConfigError where it does not fit."""
-
-    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it."""
-
-    def swap_out(self, stream: int) -> None:
-        """Keep what the decoder remembers of a stream elsewhere, after all that was submitted, until `swap_in`."""
-
-    def swap_in(self, stream: int) -> Outcome:
-        """Have it remembered again, before what is submitted later. NOT_YET: call again; never waits."""
-
-    def check(self) -> None:
-        """Raises what has gone wrong on the way."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self, abandon: bool = False) -> None:
-        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
-        wait for is stuck."""
+SavedMemory = Callable[[], State]
+"""Waits for what a decoder remembers of a stream, and gives it once; where that cannot be had why, as `broken`. From
+any thread. Raises RuntimeError as `LocalExchange.take`."""
 
 
 CPU = torch.device("cpu")
 DECODE_THREADS = 1
 """CPU threads of decoding beside a stage's work."""
-
-
-def _fault_key(stream: int) -> str:
-    """Exchange key of the reason, posted by a decoding rank, why a chunk of a stream could not be decoded."""
-    return f"decoding of stream {stream}"
-
-
-class LocalDecoding(Decoding):
-    """Decodes on a thread of this process, with one CPU thread, on a GPU with a stream of its own."""
-
-    def __init__(
-        self,
-        decoder: PictureDecoder,
-        deliver: Deliver,
-        wake: Callable[[], None],
-        device: torch.device = CPU,
-        at_once: int = 1,
-        timer: DeviceTimer | None = None,
-        swaps: SwapStore | None = None,
-    ) -> None:
-        """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
-        device's; `at_once` latent frames are decoded by one call; `swaps` is where what is swapped out lies."""
-        self._memories = DecoderMemories(decoder, device, at_once, timer or DeviceTimer.on(device), swaps)
-        self._transfer_stream = self._memories.transfer_stream
-        self._coming: dict[int, Future[Outcome]] = {}
-        self._deliver, self._wake = deliver, wake
-        self._error: BaseException | None = None
-        self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
-
-    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        job = self._pool.submit(self._decode, stream, chunk, latents, self._transfer_stream.mark())
-        job.add_done_callback(self._ended)
-
-    def forget(self, stream: int) -> None:
-        self._coming.pop(stream, None)
-        self._pool.submit(self._memories.forget, stream)
-
-    def save(self, stream: int) -> SavedMemory:
-        saved: Future[State] = Future()
-        self._pool.submit(self._save_on, stream, saved)
-        return lambda: saved.result() if saved.done() else None
-
-    def load(self, stream: int, state: State) -> None:
-        self._pool.submit(self._memories.load, stream, state).result()
-
-    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        return self._pool.submit(self._memories.outlines, chunk_shape).result()
-
-    def swap_out(self, stream: int) -> None:
-        self._pool.submit(self._memories.swap_out, stream)
-
-    def swap_in(self, stream: int) -> Outcome:
-        if stream not in self._coming:
-            self._coming[stream] = self._pool.submit(self._memories.swap_in, stream)
-        if not self._coming[stream].done():
-            return Outcome.NOT_YET
-        return self._coming.pop(stream).result()
-
-    def close(self, abandon: bool = False) -> None:
-        self._pool.shutdown(wait=not abandon, cancel_futures=True)
-
-    def _save_on(self, stream: int, saved: Future[State]) -> None:
-        """Copy a piece; the next one comes behind what was submitted meanwhile. Mutates: saved."""
-        try:
-            state = self._memories.save_on(stream)
-        except Exception as error:
-            saved.set_exception(error)
-            raise
-        if state is None:
-            self._pool.submit(self._save_on, stream, saved)
-        else:
-            saved.set_result(state)
-
-    def _ended(self, job: Future[None]) -> None:
-        if not job.cancelled() and (error := job.exception()) is not None:
-            self._error = error
-            self._wake()
-
-    def _enter(self) -> None:
-        torch.set_num_threads(DECODE_THREADS)
-        self._transfer_stream.enter()
-
-    def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._transfer_stream.follow(ready, latents)
-        try:
-            for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
-                self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
-        except ROW_ERRORS as error:
-            check_own(error)
-            self._deliver(Piece.failed(stream, chunk, describe(error, f"decoding chunk {chunk}")))
 
 
 def latents_layout(spec: ModelSpec) -> MessageLayout:
@@ -217,125 +87,213 @@ def pictures_layout(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout
     return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
 
 
-class RemoteDecoding(Decoding):
-    """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
+def _fault_key(stream: int) -> str:
+    """Exchange key of the reason, posted by the worker, why a chunk of a stream could not be decoded."""
+    return f"decoding of stream {stream}"
 
-    def __init__(
-        self,
+
+class Decoding:
+    """Decodes latents to pictures, which are delivered from a thread of its own. What is asked for goes as messages to
+    a `DecodeWorker`, on a thread `here` or a rank `elsewhere`."""
+
+    def __init__(self, deliver: Deliver, wake: Callable[[], None], exchange: LocalExchange, stream: TransferStream):
+        """`wake` is called, from a thread, when something has gone wrong, or a stream has come back; `exchange` leads
+        to the worker; on `stream` latents are handed over."""
+        self._deliver, self._wake, self._exchange, self._transfer_stream = deliver, wake, exchange, stream
+        self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
+        self._coming: dict[int, Outcome] = {}  # streams that were asked to come back; NOT_YET: no answer yet
+        self._error: Exception | None = None
+        self._threads: list[threading.Thread] = []
+        self._is_here = False
+
+    @classmethod
+    def here(
+        cls,
+        decoder: PictureDecoder,
+        deliver: Deliver,
+        wake: Callable[[], None],
+        device: torch.device = CPU,
+        at_once: int = 1,
+        timer: DeviceTimer | None = None,
+        swaps: SwapStore | None = None,
+    ) -> Decoding:
+        """On a thread of this process, with one CPU thread, on a GPU with a stream of its own; the rest as of
+        `DecodeWorker`."""
+        exchange, stream = LocalExchange(), TransferStream(device)
+        decoding = cls(deliver, wake, exchange, stream)
+        decoding._is_here = True
+        end = _WorkersEnd(decoding)
+        worker = DecodeWorker(decoder, end, end, device, at_once, timer, exchange, swaps, stream)
+
+        def run() -> None:
+            torch.set_num_threads(DECODE_THREADS)
+            bind(device)
+            worker.run()
+
+        decoding._start("decode", run)
+        return decoding
+
+    @classmethod
+    def elsewhere(
+        cls,
         sender: Sender,
         receiver: Receiver,
-        spec: ModelSpec,
         deliver: Deliver,
         wake: Callable[[], None],
         exchange: LocalExchange,
         device: torch.device = CPU,
-    ) -> None:
-        """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two. Latents lie on
-        `device`."""
-        self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
-        self._exchange = exchange
-        self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
-        self._deliver, self._wake = deliver, wake
-        self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
-        self._device, self._transfer_stream = device, TransferStream(device)
-        self._error: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True)
-            for run, name in ((self._send, "latents"), (self._receive, "pictures"))
-        ]
-        for thread in self._threads:
-            thread.start()
+    ) -> Decoding:
+        """On the rank at the other end of the links; latents lie on `device`."""
+        decoding = cls(deliver, wake, exchange, TransferStream(device))
+
+        def send() -> None:
+            bind(device)
+            decoding._transfer_stream.enter()
+            message = None
+            while message is None or message.kind is not MessageKind.STOP:
+                if (message := decoding.next_message(None)) is not None:
+                    sender.send(message)
+            sender.close()
+            sender.flush(LEAVE_S)
+
+        def receive() -> None:
+            while (message := receiver.receive(None)) is None or message.kind is not MessageKind.STOP:
+                if message is not None:
+                    decoding.take_answer(message)
+            receiver.close(LEAVE_S)
+
+        decoding._start("latents", send)
+        decoding._start("pictures", receive)
+        return decoding
+
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        """Run a loop on a thread of its own; what it raises, `check` does. Mutates: self."""
+
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as error:  # noqa: BLE001  # `check` raises it
+                self._error = error
+                self._wake()
+
+        self._threads.append(threading.Thread(target=guarded, name=name, daemon=True))
+        self._threads[-1].start()
+
+    # ---- what the pipeline asks for ------------------------------------------------------------------------------
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        row = MicroStep(stream, chunk, 0, self._pieces, 0)
+        """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
+        row = MicroStep(stream, chunk, 0, latents.shape[1], 0)
         # Behind what makes them, and not behind the ring's next forwards.
         self._messages.put(
             (StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._transfer_stream.mark())
         )
 
-    def _queue(self, message: StageMessage) -> None:
-        self._messages.put((message, None))
-
     def forget(self, stream: int) -> None:
+        """The stream has ended; what was submitted may still come out."""
         self._coming.pop(stream, None)
-        self._queue(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
+        self._tell(MessageKind.CLOSE, SessionUpdate(stream))
 
     def save(self, stream: int) -> SavedMemory:
-        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
-        key = stream_key(stream)
-        return lambda: self._exchange.take(key) if self._exchange.holds(key) else None
+        """What the decoder remembers of a stream after all that was submitted. Does not wait."""
+        self._tell(MessageKind.COPY_OUT, SessionUpdate(stream, saved=True))
+        return partial(self._exchange.take, stream_key(stream))
 
     def load(self, stream: int, state: State) -> None:
+        """Let a stream that has not begun continue from what was saved, which is one of `outlines`."""
         self._exchange.put(stream_key(stream), state)
-        self._queue(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
+        self._tell(MessageKind.PUT_BACK, SessionUpdate(stream, saved=True))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it.
+        Raises ConfigError where it cannot be had."""
         self._exchange.put(SHAPE_KEY, ({}, list(chunk_shape)))
-        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
-        outlines: list[Any] = self._exchange.take(stream_key(NO_STREAM))[1]
+        outlines = self.save(NO_STREAM)()[1]
+        if not isinstance(outlines, list):
+            raise ConfigError(outlines["broken"])
         return outlines
 
     def swap_out(self, stream: int) -> None:
-        self._queue(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
+        """Keep what the decoder remembers of a stream elsewhere, after all that was submitted, until `swap_in`."""
+        self._tell(MessageKind.COPY_OUT, SessionUpdate(stream))
 
     def swap_in(self, stream: int) -> Outcome:
+        """Have it remembered again, before what is submitted later. NOT_YET: call again; never waits."""
         if stream not in self._coming:
-            self._coming[stream] = None
-            self._queue(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
-        if self._coming[stream] is None:
-            return Outcome.NOT_YET
-        return self._coming.pop(stream) or Outcome.DONE
+            self._coming[stream] = Outcome.NOT_YET
+            self._tell(MessageKind.PUT_BACK, SessionUpdate(stream))
+        outcome = self._coming.get(stream, Outcome.NOT_YET)  # an answer that it is not yet takes it away
+        if outcome is not Outcome.NOT_YET:
+            del self._coming[stream]
+        return outcome
+
+    def check(self) -> None:
+        """Raises what has gone wrong on the way."""
+        if self._error is not None:
+            raise self._error
 
     def close(self, abandon: bool = False) -> None:
-        self._queue(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
-        for thread in self._threads:
-            thread.join(0.0 if abandon else LEAVE_S)
-
-    def _send(self) -> None:
-        bind(self._device)
-        self._transfer_stream.enter()
-        try:
+        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
+        wait for is stuck."""
+        if self._is_here:
+            self._exchange.close()
+        with suppress(queue.Empty):
             while True:
-                message, made = self._messages.get()
-                for tensor in message.tensors:
-                    self._transfer_stream.follow(made, tensor)
-                self._sender.send(message)
-                if message.kind is MessageKind.STOP:
-                    break
-            self._sender.close()
-            self._sender.flush(LEAVE_S)
-        except LinkClosed as error:
-            self._fail(error)
+                self._messages.get_nowait()
+        self._tell(MessageKind.STOP, SessionUpdate(0))
+        for thread in self._threads:
+            thread.join(0.0 if abandon else None if self._is_here else LEAVE_S)
 
-    def _receive(self) -> None:
+    def _tell(self, kind: MessageKind, update: SessionUpdate) -> None:
+        self._messages.put((StageMessage(kind, (), update), None))
+
+    # ---- its threads ---------------------------------------------------------------------------------------------
+
+    def next_message(self, wait_s: float | None) -> StageMessage | None:
+        """The next message for the worker, None when none came within `wait_s` (None: wait for ever)."""
         try:
-            while (message := self._receiver.receive(None)) is None or message.kind is not MessageKind.STOP:
-                if message is not None and message.update is not None:
-                    self._take(message.kind, message.update)
-                elif message is not None:
-                    row, pictures = message.rows[0], message.tensors[0].numpy().copy()
-                    self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
-            self._receiver.close(LEAVE_S)
-        except LinkClosed as error:
-            self._fail(error)
+            message, made = self._messages.get(timeout=wait_s) if wait_s != 0 else self._messages.get_nowait()
+        except queue.Empty:
+            return None
+        for tensor in message.tensors:
+            self._transfer_stream.follow(made, tensor)
+        return message
 
-    def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
-        """Handle an answer of the other rank about a stream: swapped in, or why a chunk, whose number is in
-        `about.epoch`, could not be decoded."""
-        if kind is not MessageKind.SWAP_IN:
+    def take_answer(self, message: StageMessage) -> None:
+        """What the worker says: pictures of a latent frame, that a stream is swapped in, or why a chunk, whose number
+        is in `epoch`, could not be decoded. Mutates: self."""
+        about = message.update
+        if about is None:
+            row, pictures = message.rows[0], message.tensors[0].numpy().copy()
+            self._deliver(Piece(row.session, row.chunk, pictures, row.step == row.steps - 1))
+        elif message.kind is MessageKind.CLOSE:
             why = self._exchange.pop_text(_fault_key(about.session)) or f"decoding chunk {about.epoch} failed"
             self._deliver(Piece.failed(about.session, about.epoch, why))
-        elif about.session in self._coming:
+        elif message.kind is MessageKind.PUT_BACK and about.session in self._coming:
             self._coming[about.session] = about.outcome
+            if about.outcome is Outcome.NOT_YET:  # `swap_in` asks again
+                self._coming.pop(about.session, None)
             self._wake()
 
-    def _fail(self, error: LinkClosed) -> None:
-        self._error = error
-        self._wake()
+
+class _WorkersEnd(Sender):
+    """Both ends of the links of a worker in this process."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        return self._decoding.next_message(wait_s)
+
+    def send(self, message: StageMessage) -> None:
+        self._decoding.take_answer(message)
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Does nothing: the worker waits in `receive`."""
 
 
 class DecodeWorker(RankLoop):
-    """The other end: decodes for the head until it gets the end message."""
+    """Decodes for the head until it gets the end message."""
 
     def __init__(
         self,
@@ -347,51 +305,34 @@ class DecodeWorker(RankLoop):
         timer: DeviceTimer | None = None,
         exchange: LocalExchange | None = None,
         swaps: SwapStore | None = None,
+        stream: TransferStream | None = None,
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
-        leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
+        leads to the head, None: within this process; `swaps` is where what is swapped out lies, and on `stream` it
+        decodes; None: one that is made here."""
         super().__init__(receiver, sender, timer or DeviceTimer.on(device))
         self._exchange = exchange or LocalExchange()
-        self._memories = DecoderMemories(decoder, device, at_once, self.timer, swaps)
-        self._saving: deque[int] = deque()  # streams
-        self._to_head = ThreadPoolExecutor(1, "to head")
+        stream = stream or TransferStream(device)
+        self._memories = DecoderMemories(decoder, stream, at_once, self.timer, self._exchange, swaps)
 
     def run(self) -> None:
         self._memories.transfer_stream.enter()  # also what the receiver uploads
-        while (message := self._next()) is None or message.kind is not MessageKind.STOP:
+        copying = False  # for the head, a piece with each turn
+        while (message := self.receiver.receive(0.0 if copying else None)) is None or (
+            message.kind is not MessageKind.STOP
+        ):
             if message is not None and message.update is not None:
-                self._update(message.kind, message.update.session)
+                self._apply(message.kind, message.update)
             elif message is not None:
                 self._decode(message)
+            copying = self._memories.copy_next()
         self.sender.send(message)
         self.close_links()
 
-    def _next(self) -> StageMessage | None:
-        """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""
-        message = self.receiver.receive(0.0 if self._saving else None)
-        if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
-            key = stream_key(self._saving.popleft())
-            self._to_head.submit(send_state, self._exchange, key, lambda: state)
-        return message
-
-    def _update(self, kind: MessageKind, stream: int) -> None:
-        """Apply an update of the head to a stream's decoder state. Mutates: self."""
-        match kind:
-            case MessageKind.CLOSE:
-                self._memories.forget(stream)
-            case MessageKind.SAVE if stream == NO_STREAM:
-                shape = tuple(self._exchange.take(SHAPE_KEY)[1])
-                self._exchange.put(stream_key(stream), ({}, self._memories.outlines(shape)))
-            case MessageKind.SAVE:  # what is decoded from here on is not in it
-                self._memories.begin_save(stream)
-                self._saving.append(stream)
-            case MessageKind.LOAD:
-                self._memories.load(stream, self._exchange.take(stream_key(stream)))
-            case MessageKind.SWAP_OUT:
-                self._memories.swap_out(stream)
-            case MessageKind.SWAP_IN:
-                outcome = self._memories.swap_in(stream)
-                self.sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
+    def _apply(self, kind: MessageKind, update: SessionUpdate) -> None:
+        outcome = self._memories.apply(kind, update)
+        if kind is MessageKind.PUT_BACK and not update.saved:
+            self.sender.send(StageMessage(kind, (), replace(update, outcome=outcome)))
 
     def _decode(self, message: StageMessage) -> None:
         (row,) = message.rows

@@ -6,6 +6,7 @@ and no copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,13 +17,22 @@ from torch import Tensor
 from streamdiff.errors import NOT_FINITE
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory_outlines
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed.message import Outcome
-from streamdiff.pipeline.distributed.state_exchange import State, readiness
+from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, readiness, send_state
 from streamdiff.session_state import walk
-from streamdiff.session_state.swap_store import HostCopy, Lost, SwapStore
+from streamdiff.session_state.swap_store import HostCopy, SwapStore
 
 _PIECE = 1 << 24
 """Bytes of what is remembered that are copied between two decodes."""
+NO_STREAM = -1
+"""To copy it to the head gives `outlines`."""
+SHAPE_KEY = "decoder: chunk shape"
+"""Exchange key of a chunk's shape, which the head puts there for the decoding rank."""
+
+
+def stream_key(stream: int) -> str:
+    """Exchange key of a decoder's state of one stream."""
+    return f"decoder: stream {stream}"
 
 
 class DecoderMemories:
@@ -31,15 +41,17 @@ class DecoderMemories:
     def __init__(
         self,
         decoder: PictureDecoder,
-        device: torch.device,
+        stream: TransferStream,
         at_once: int,
         timer: DeviceTimer,
+        exchange: LocalExchange,
         swaps: SwapStore | None = None,
     ) -> None:
-        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `swaps` is
-        where what is swapped out lies, None: one that is made here."""
-        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(device)
-        self.transfer_stream = TransferStream(device)
+        """`stream` is on the decoder's device, `timer` that device's; `at_once` latent frames are decoded by one call;
+        `exchange` leads to the head; `swaps` is where what is swapped out lies, None: one that is made here."""
+        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(stream.device)
+        self._exchange, self._to_head = exchange, ThreadPoolExecutor(1, "to head")
+        self.transfer_stream = stream
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
         self._copies: dict[int, HostCopy] = {}  # of streams that are being saved
@@ -59,54 +71,48 @@ class DecoderMemories:
                 raise ArithmeticError(f"its latents are {NOT_FINITE}")
             yield pictures
 
-    def forget(self, stream: int) -> None:
-        self._memories.pop(stream, None)
-        self._swaps.drop(_swapped(stream))
+    def apply(self, kind: MessageKind, update: SessionUpdate) -> Outcome:
+        """Do what the head asks with what is remembered of a stream: forget it on CLOSE; see `SessionUpdate`. What goes
+        to the head is copied by `copy_next`; what is decoded from here on is not in it. Mutates: self."""
+        stream, name = update.session, _swapped(update.session)
+        match kind:
+            case MessageKind.CLOSE:
+                self._memories.pop(stream, None)
+                self._swaps.drop(name)
+            case MessageKind.COPY_OUT if not update.saved:
+                if stream in self._memories:
+                    self._swaps.put(name, self._memories.pop(stream))
+            case MessageKind.COPY_OUT if stream == NO_STREAM:
+                shape = tuple(self._exchange.take(SHAPE_KEY)[1])
+                self._send(stream, lambda: ({}, self.outlines(shape)))
+            case MessageKind.COPY_OUT if name in self._swaps:
+                self._send(stream, partial(self._swaps.read, name))
+            case MessageKind.COPY_OUT:
+                memory = self._memories[stream] if stream in self._memories else self._decoder.new_memory()
+                self._copies[stream] = HostCopy(self._swaps.copies, memory)
+            case MessageKind.PUT_BACK if update.saved:
+                state, device = self._exchange.take(stream_key(stream)), self._decoder.network.device
+                self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
+            case MessageKind.PUT_BACK if name in self._swaps:  # else it had none
+                outcome = readiness(self._swaps, name)
+                if outcome is Outcome.DONE:
+                    self._memories[stream] = self._swaps.take(name, self._decoder.new_memory())
+                    self._swaps.follow()
+                return outcome
+        return Outcome.DONE
 
-    def swap_out(self, stream: int) -> None:
-        if stream in self._memories:
-            self._swaps.put(_swapped(stream), self._memories.pop(stream))
+    def copy_next(self) -> bool:
+        """Copy a piece for the head, if there is one; whether there are more. Mutates: self."""
+        for stream, copy in list(self._copies.items())[:1]:
+            done = copy.go_on(_PIECE)
+            copy.result()  # the next piece is not to be in the way of a decode on its way to the device
+            if done:
+                del self._copies[stream]
+                self._to_head.submit(self._send, stream, copy.result)
+        return bool(self._copies)
 
-    def swap_in(self, stream: int) -> Outcome:
-        """Restore a stream's state, or drop it if lost."""
-        name = _swapped(stream)
-        if name not in self._swaps:  # it had none
-            return Outcome.DONE
-        outcome = readiness(self._swaps, name)
-        if outcome is Outcome.LOST:
-            self._swaps.drop(name)
-        elif outcome is Outcome.DONE:
-            self._memories[stream] = self._swaps.take(name, self._decoder.new_memory())
-            self._swaps.follow()
-        return outcome
-
-    def begin_save(self, stream: int) -> None:
-        """Save what is remembered of a stream now, by `save_on`. Mutates: self."""
-        if _swapped(stream) not in self._swaps:
-            memory = self._memories[stream] if stream in self._memories else self._decoder.new_memory()
-            self._copies[stream] = HostCopy(self._swaps.copies, memory)
-
-    def save_on(self, stream: int) -> State | None:
-        """What was remembered of a stream when the save began, with the first call if not before, copied a piece with
-        each call: None before the last. Where it is lost, why, as `broken`. Mutates: self."""
-        if stream not in self._copies and _swapped(stream) in self._swaps:
-            try:
-                return self._swaps.read(_swapped(stream))
-            except Lost as error:
-                return {}, {"broken": f"what the decoder remembered is lost: {error}"}
-        if stream not in self._copies:
-            self.begin_save(stream)
-        copy = self._copies[stream]
-        done = copy.go_on(_PIECE)
-        state = copy.result()  # the next piece is not to be in the way of a decode on its way to the device
-        if not done:
-            return None
-        del self._copies[stream]
-        return state
-
-    def load(self, stream: int, state: State) -> None:
-        device = self._decoder.network.device
-        self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
+    def _send(self, stream: int, made: Callable[[], State]) -> None:
+        send_state(self._exchange, stream_key(stream), made)
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """See `memory_outlines`. Decodes some chunks of nothing, once."""
@@ -127,6 +133,7 @@ class TransferStream:
     and no forward waits for decoding."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._finite = torch.empty((), dtype=torch.bool, pin_memory=self._stream is not None)

@@ -116,8 +116,10 @@ class ContextGroup:
 
 def stage_group(stages: int, size: int, frames: int, device: torch.device) -> ContextGroup | None:
     """This rank's group where each of `stages` stages has `size` ranks, those of a stage one after the other; None on a
-    rank of no stage. All ranks of the default group call this together. Mutates: this process's environment, see
-    `nccl.group_options`."""
+    rank of no stage, and where each stage has one rank. All ranks of the default group call this together. Mutates:
+    this process's environment, see `nccl.group_options`."""
+    if size == 1:
+        return None
     rank, found, on_cuda = dist.get_rank(), None, device.type == "cuda"
     for stage in range(stages):
         ranks = tuple(range(stage * size, (stage + 1) * size))

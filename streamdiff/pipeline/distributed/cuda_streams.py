@@ -89,11 +89,9 @@ class CudaStreams:
         return awaited
 
 
-class Transfer(Protocol):
-    """A send or a receive under way. Started and waited for with the lane's stream as the current one."""
-
-    def wait(self) -> object:
-        """What the current stream is given from now on runs after the transfer."""
+Transfer = Callable[[], object]
+"""A send or a receive under way, which is started and called with the lane's stream as the current one: what that is
+given from then on runs after the transfer."""
 
 
 class _Lane:
@@ -118,7 +116,7 @@ class _Lane:
         transfer, self._under_way[slot] = self._under_way[slot], None
         if transfer is not None:
             with self._streams.use(self._stream):
-                transfer.wait()
+                transfer()
             self._done[slot].record(self._stream)
         return self._done[slot]
 

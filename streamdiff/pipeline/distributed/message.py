@@ -30,15 +30,13 @@ class MessageKind(IntEnum):
     CLOSE = 4
     STOP = 5
     STEPS = 6
-    SAVE = 7
-    LOAD = 8
-    SWAP_OUT = 9
-    SWAP_IN = 10
+    COPY_OUT = 7
+    PUT_BACK = 8
 
     @property
     def is_answered(self) -> bool:
         """Whether the record that comes back has an `Outcome`."""
-        return self in (MessageKind.SAVE, MessageKind.SWAP_IN)
+        return self in (MessageKind.COPY_OUT, MessageKind.PUT_BACK)
 
 
 class Outcome(IntEnum):
@@ -52,8 +50,10 @@ class Outcome(IntEnum):
 @dataclass(frozen=True)
 class SessionUpdate:
     """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
-    `visible_from_chunk` but the sink; `steps` matters to OPEN, STEPS and SWAP_IN, `kv_context` to OPEN and SWAP_IN.
-    SAVE and SWAP_IN have a ticket in `epoch`; `outcome` is theirs on the stages that they have come through."""
+    `visible_from_chunk` but the sink; `steps` matters to OPEN, RESET, STEPS and PUT_BACK, and `kv_context`.
+    COPY_OUT copies what a rank has of the session to the head, where it is `saved`, or to that rank's own `SwapStore`,
+    and then its memory is free; PUT_BACK puts it back from there. Both have a ticket in `epoch`; `outcome` is theirs on
+    the stages that they have come through."""
 
     session: int
     epoch: int = 0
@@ -62,6 +62,7 @@ class SessionUpdate:
     kv_context: str = "clean"
     visible_from_chunk: int = 0
     outcome: Outcome = Outcome.DONE
+    saved: bool = False
 
     def values(self) -> list[int]:
         """All fields in order, as integers."""
@@ -70,8 +71,9 @@ class SessionUpdate:
     @classmethod
     def of(cls, values: Sequence[int]) -> SessionUpdate:
         """The update that has these `values`."""
-        session, epoch, oldest, steps, context, visible_from_chunk, outcome = values
-        return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], visible_from_chunk, Outcome(outcome))
+        session, epoch, oldest, steps, context, visible_from_chunk, outcome, saved = values
+        context_name, how = KV_CONTEXTS[context], Outcome(outcome)
+        return cls(session, epoch, oldest, steps, context_name, visible_from_chunk, how, bool(saved))
 
 
 UPDATE_LENGTH = len(SessionUpdate(0).values())

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -95,23 +96,23 @@ def group_options() -> dist.ProcessGroupNCCL.Options:
     return options
 
 
-class _Transfer:
-    """One transfer of a slot; what ends it early ends the link.
+@contextmanager
+def _ending_link() -> Iterator[None]:
+    """What ends a transfer early ends the link."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LinkClosed(f"the link is closed: {error}") from error
+
+
+def _transfer(operation: dist.P2POp) -> Transfer:
+    """Start one transfer of a slot.
 
     A batch of one: it uses the group's own communicator, where a plain send or receive may make another one.
     """
-
-    def __init__(self, operation: dist.P2POp) -> None:
-        try:
-            (self._work,) = dist.batch_isend_irecv([operation])
-        except RuntimeError as error:
-            raise LinkClosed(f"the link is closed: {error}") from error
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise LinkClosed(f"the link is closed: {error}") from error
+    with _ending_link():
+        (work,) = dist.batch_isend_irecv([operation])
+    return _ending_link()(work.wait)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class NcclEnd:
         """The buffers of the slots `[nbytes]`, and what starts the transfer of one by `dist.isend` or `dist.irecv`."""
         buffers = [torch.empty(self.layout.nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         operations = [dist.P2POp(operation, buffer, self.peer, self.group) for buffer in buffers]
-        return buffers, lambda slot: _Transfer(operations[slot])
+        return buffers, lambda slot: _transfer(operations[slot])
 
 
 class NcclSender(Sender):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load, save
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
 from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.session_state import walk
 from streamdiff.session_state.swap_store import HostCopy, Lost, SwapStore
 
 if TYPE_CHECKING:
@@ -137,23 +139,28 @@ class _Copying:
     copy: HostCopy | None = None
 
 
-class StageSaving:
-    """The copies that one stage is making."""
+class StateMover:
+    """Copies what one stage has of sessions out, to the head or to its `SwapStore`, and puts it back."""
 
     def __init__(self, stage: ModelRunner) -> None:
         self._stage = stage
         self._copying: dict[int, _Copying] = {}  # by session, the latest
         self._thread = ThreadPoolExecutor(1, "to head")
 
-    def go_on(self, update: SessionUpdate) -> Outcome:
-        """Copy the next piece of a session, the first one with a new ticket; what is complete goes to the head under
-        `ticket_key`. NOT_YET: there are more. Mutates: self."""
+    def copy_out(self, update: SessionUpdate) -> Outcome:
+        """See `SessionUpdate`. To the head the next piece is copied with each call, the first one with a new ticket,
+        and what is complete goes under `ticket_key`. NOT_YET: there are more. Mutates: self, the stage."""
         stage, session = self._stage, update.session
+        if not update.saved:
+            gone = stage.sessions[session]
+            stage.close(session)
+            stage.swaps.put(swapped(session), gone)
+            return Outcome.DONE
         if self._is_new(update):
             held = stage.sessions.get(session)
             self._copying[session] = _Copying(update.epoch, HostCopy(stage.swaps.copies, held) if held else None)
             if held is None:
-                self._put(update.epoch, self._away(session))
+                self._send(update.epoch, partial(stage.swaps.read, swapped(session)))
         copying = self._copying[session]
         if (copy := copying.copy) is None:
             return Outcome.DONE
@@ -162,48 +169,71 @@ class StageSaving:
         if not done:
             return Outcome.NOT_YET
         copying.copy = None
-        key = ticket_key(stage.exchange_key, copying.ticket)
-        self._thread.submit(send_state, stage.exchange, key, lambda: self._with_weights(*copy.result()))
+        self._thread.submit(self._send, copying.ticket, copy.result)
         return Outcome.DONE
+
+    def put_back(self, update: SessionUpdate) -> Outcome:
+        """See `SessionUpdate`. From the store a session gets caches again, unless its part is LOST; NOT_YET: ask again.
+        Mutates: the stage."""
+        stage, session, name = self._stage, update.session, swapped(update.session)
+        if update.saved:
+            key = ticket_key(stage.exchange_key, update.epoch)
+            walk.load(stage.sessions[session], *stage.exchange.take(key), stage.device)
+            return Outcome.DONE
+        if session in stage.sessions:
+            return Outcome.DONE
+        outcome = readiness(stage.swaps, name)
+        if stage.group is not None:  # a part that one of them cannot give is of no use to the others
+            outcome = Outcome(stage.group.highest(outcome))
+        if outcome is Outcome.DONE:
+            stage.open(session, steps=update.steps, kv_context=update.kv_context)
+            stage.swaps.take(name, stage.sessions[session])
+            stage.follow_copies(session)
+        return outcome
+
+    def forget(self, session: int) -> None:
+        """The stage has the session's caches no longer. Mutates: self, the stage's store."""
+        self.spoil(session, "it has ended meanwhile, or was swapped out")
+        self._stage.swaps.drop(swapped(session))
 
     def spoil(self, session: int, why: str) -> None:
         """Give up a session's running copy, as its state changes; the head gets `why`. Mutates: self."""
         copying = self._copying.get(session)
         if copying is not None and copying.copy is not None:
             copying.copy = None
-            self._put(copying.ticket, ({}, {"broken": why}))
+            self._refuse(copying.ticket, why)
 
     def refuse(self, update: SessionUpdate, why: str) -> None:
         """Send the head, once, the reason why a session cannot be saved. Mutates: self."""
         self.spoil(update.session, why)
         if self._is_new(update):
             self._copying[update.session] = _Copying(update.epoch)
-            self._put(update.epoch, ({}, {"broken": why}))
+            self._refuse(update.epoch, why)
 
     def _is_new(self, update: SessionUpdate) -> bool:
         copying = self._copying.get(update.session)
         return copying is None or copying.ticket != update.epoch
 
-    def _away(self, session: int) -> State:
-        """The part of a session that is swapped out, or why there is none."""
-        if swapped(session) not in self._stage.swaps:
-            return {}, {"broken": "the session has ended meanwhile"}
-        try:
-            return self._with_weights(*self._stage.swaps.read(swapped(session)))
-        except Lost as error:
-            return {}, {"broken": f"what it was is lost: {error}"}
+    def _send(self, ticket: int, made: Callable[[], State]) -> None:
+        """Send the head what `made` returns, with digests of the stage's weights."""
+        stage = self._stage
 
-    def _with_weights(self, tensors: Mapping[str, Tensor], tree: Any) -> State:
-        return tensors, {"state": tree, "weights": self._stage.weights}
+        def with_weights() -> State:
+            tensors, tree = made()
+            return tensors, {"state": tree, "weights": stage.weights}
 
-    def _put(self, ticket: int, state: State) -> None:
-        self._stage.exchange.put(ticket_key(self._stage.exchange_key, ticket), state)
+        send_state(stage.exchange, ticket_key(stage.exchange_key, ticket), with_weights)
+
+    def _refuse(self, ticket: int, why: str) -> None:
+        self._stage.exchange.put(ticket_key(self._stage.exchange_key, ticket), ({}, {"broken": why}))
 
 
 def send_state(exchange: LocalExchange, key: str, made: Callable[[], State]) -> None:
     """Put the state that `made` returns for the head; if that raises, the reason as `broken`, since the head waits."""
     try:
         exchange.put(key, made())
+    except Lost as error:
+        exchange.put(key, ({}, {"broken": f"what it was is lost: {error}"}))
     except Exception as error:
         why = f"a rank's part of the session could not be sent: {type(error).__name__}: {error}"
         logger.exception("%s: %s", key, why)

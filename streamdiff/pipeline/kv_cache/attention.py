@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import AttendParts, attention_over_segments
-from streamdiff.models.transformer.varlen_attention import AttendPaged, row_by_row
+from streamdiff.models.transformer.attention_backend import (
+    AttendPaged,
+    AttendParts,
+    attention_over_segments,
+    row_by_row,
+)
 from streamdiff.models.transformer.wan import SelfAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache, LayerCaches
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry

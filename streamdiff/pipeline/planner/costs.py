@@ -82,6 +82,12 @@ class Ceilings:
         )
 
 
+BY_DEVICE = {"cpu": Ceilings(tflops=0.05, gbps=10.0, decode_tflops=0.2), "cuda": Ceilings(decode_tflops=100.0)}
+"""Of devices of a type, to share out a ring's blocks, where only ratios count. On a CPU the embedded model's decoder
+reaches four times the rate of its blocks, measured with a thread each; on a GPU decoders reach a quarter of that of
+matrix products."""
+
+
 def estimate(
     sizes: ModelSizes,
     ceilings: Ceilings,

@@ -199,7 +199,7 @@ class GpuRing:
         call of the decoder for a chunk, it decodes a latent frame by each call, as a rank does then."""
         load = replace(self.load, sessions=1)
         one = Demand(self.sizes, self.storage, self.layout.blocks, self.layout.decode, load)
-        fits = max(one.total(row.rank) for row in one.memory()) <= self.gpu.usable_bytes
+        fits = max(one.totals) <= self.gpu.usable_bytes
         load = self.load if sessions is None else replace(load, sessions=sessions)
         return replace(one if fits else one.frame_by_frame(), load=load)
 
@@ -208,8 +208,7 @@ class GpuRing:
         ring = replace(self, load=replace(self.load, kv_context=kv_context, sessions=sessions))
         figures = simulate(ring_setup(self.sizes, ring.load, ring.layout, chunks)).figures
         rate = figures.chunks_per_s * self.sizes.spec.chunk_frames / sessions
-        demand = ring.demand()
-        taken = max(demand.total(row.rank) for row in demand.memory())
+        taken = max(ring.demand().totals)
         fits, reaches = taken <= self.gpu.usable_bytes, rate >= target_fps
         return Expected(kv_context, sessions, rate, figures.latency_s, figures.first_chunk_s, taken, fits, reaches)
 
@@ -318,8 +317,7 @@ class Case:
     def rank_bytes(self) -> list[int]:
         """Of each rank with the sessions that were asked for."""
         ring = self.ring
-        demand = Demand(ring.sizes, ring.storage, ring.layout.blocks, ring.layout.decode, ring.load)
-        return [demand.total(row.rank) for row in demand.memory()]
+        return Demand(ring.sizes, ring.storage, ring.layout.blocks, ring.layout.decode, ring.load).totals
 
 
 @dataclass(frozen=True)

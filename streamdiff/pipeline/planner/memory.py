@@ -154,9 +154,14 @@ class Demand:
         """The same, with one latent frame by each call of the decoder, as a rank decodes where a chunk does not fit."""
         return replace(self, storage=replace(self.storage, decode_latents=1))
 
+    @property
+    def totals(self) -> list[int]:
+        """Bytes that the device of each rank needs."""
+        return [row.total + self.libraries for row in self.memory()]
+
     def total(self, rank: int) -> int:
         """Bytes that the rank's device needs."""
-        return self.memory()[rank].total + self.libraries
+        return self.totals[rank]
 
     def without_sessions(self, rank: int) -> int:
         """The same, but for what sessions take."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import linear_regression
 from typing import NamedTuple
@@ -143,53 +143,18 @@ def simulate(setup: Setup) -> Run:
     ring = _Ring(setup)
     ring.feed()
     while len(ring.done) < setup.chunks * len(setup.streams):
-        if not ring.agenda.instant():
+        if not ring.next_instant():
             raise RuntimeError(f"the ring stands still after {len(ring.done)} chunks")
         ring.feed()
-    end_s = ring.agenda.now / PER_SECOND  # jobs that wait then are left out
+    end_s = ring.now / PER_SECOND  # jobs that wait then are left out
     begun = (job for job in ring.jobs if job.begin_s <= end_s)
     jobs = sorted(begun, key=lambda job: (job.begin_s, -1 if job.stage is None else job.stage))
     return Run(tuple(jobs), tuple(ring.done), _figures(setup, jobs, ring.done))
 
 
-class Agenda:
-    """Event queue; events of the same instant run in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self._heap: list[tuple[int, int, Callable[[], None]]] = []
-        self._noted = 0
-
-    def at(self, time: int, call: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (time, self._noted, call))
-        self._noted += 1
-
-    def instant(self) -> bool:
-        """Run all events of the next instant; False when there are none. Mutates: self."""
-        if not self._heap:
-            return False
-        self.now = self._heap[0][0]
-        while self._heap and self._heap[0][0] == self.now:
-            heapq.heappop(self._heap)[2]()
-        return True
-
-
-class Server:
-    """A stage, a link or a decoder: a FIFO queue that does one job at a time."""
-
-    def __init__(self, agenda: Agenda) -> None:
-        self._agenda, self._free = agenda, 0
-
-    def put(self, ticks: int, ended: Callable[[], None]) -> tuple[int, int]:
-        """Enqueue a job of `ticks`; returns when it begins and ends. `ended` is called at its end. Mutates: self,
-        agenda."""
-        begin = max(self._agenda.now, self._free)
-        self._free = begin + ticks
-        self._agenda.at(self._free, ended)
-        return begin, self._free
-
-
 class _Ring:
+    """Stages, links and the decoder are FIFO queues, which do one job at a time."""
+
     def __init__(self, setup: Setup) -> None:
         self.setup, self.stages = setup, len(setup.stage_s)
         self.limit = setup.forwards or self.stages + 1
@@ -203,10 +168,10 @@ class _Ring:
             least = min_ahead_frames(context, steps=steps, stages=self.stages, chunk_frames=1)
             # One more is being decoded: without it a decode of half a forward costs `same_step` 6 % of its throughput.
             self.may_admit.append(least + 1)
-        self.agenda = Agenda()
-        self.stage = [Server(self.agenda) for _ in range(self.stages)]
-        self.link = [Server(self.agenda) for _ in range(self.stages)]
-        self.decoder = Server(self.agenda) if setup.decode_stage is None else self.stage[setup.decode_stage]
+        self.now = 0
+        self.events: list[tuple[int, int, Callable[[], None]]] = []  # a heap, by time and order of their notes
+        self.noted = count()
+        self.free_at: dict[str, int] = {}  # when each stage, link and the decoder has done what is queued
         self.in_ring = 0
         self.admitted: dict[tuple[int, int], int] = {}
         self.jobs: list[WorkSpan] = []
@@ -222,36 +187,55 @@ class _Ring:
                 return
             for row in rows:
                 if row.step == 0:
-                    self.admitted[row.session, row.chunk] = self.agenda.now
+                    self.admitted[row.session, row.chunk] = self.now
                     self.may_admit[row.session] -= 1
             self.in_ring += 1
             self._compute(0, rows)
 
+    def next_instant(self) -> bool:
+        """Run all events of the next instant, in the order in which they were noted; False when there are none.
+        Mutates: self."""
+        if not self.events:
+            return False
+        self.now = self.events[0][0]
+        while self.events and self.events[0][0] == self.now:
+            heapq.heappop(self.events)[2]()
+        return True
+
+    def _put(self, queue: str, seconds: float, ended: Callable[[], None]) -> tuple[int, int]:
+        """Enqueue a job; returns when it begins and ends. `ended` is called at its end. Mutates: self."""
+        begin = max(self.now, self.free_at.get(queue, 0))
+        end = self.free_at[queue] = begin + _ticks(seconds)
+        heapq.heappush(self.events, (end, next(self.noted), ended))
+        return begin, end
+
     def _compute(self, stage: int, rows: Sequence[MicroStep]) -> None:
         """A forward has come to a stage. Mutates: self."""
-        ticks = _ticks(self.setup.stage_s[stage][len(rows) - 1])
-        times = self.stage[stage].put(ticks, partial(self._send, stage, rows))
+        seconds = self.setup.stage_s[stage][len(rows) - 1]
+        times = self._put(f"stage {stage}", seconds, partial(self._send, stage, rows))
         self._note(stage, times, [(row.session, row.chunk, row.step) for row in rows])
 
     def _send(self, stage: int, rows: Sequence[MicroStep]) -> None:
         last = stage == self.stages - 1
         received = partial(self._returned, rows) if last else partial(self._compute, stage + 1, rows)
-        self.link[stage].put(_ticks(self.setup.link_s[stage]) if self.setup.link_s else 0, received)
+        self._put(f"link {stage}", self.setup.link_s[stage] if self.setup.link_s else 0.0, received)
 
     def _returned(self, rows: Sequence[MicroStep]) -> None:
         """A forward has come back to rank 0. Mutates: self."""
         self.in_ring -= 1
         for row in rows:
             self.scheduler.returned(row)
-            if row.last and (ticks := _ticks(self.setup.decode_s)):
-                times = self.decoder.put(ticks, partial(self._finish, row))
-                self._note(self.setup.decode_stage, times, [(row.session, row.chunk, None)])
+            if row.last and _ticks(self.setup.decode_s):
+                where = self.setup.decode_stage
+                decoder = "decoder" if where is None else f"stage {where}"
+                times = self._put(decoder, self.setup.decode_s, partial(self._finish, row))
+                self._note(where, times, [(row.session, row.chunk, None)])
             elif row.last:  # nothing to wait for, not even for a busy stage
                 self._finish(row)
 
     def _finish(self, row: MicroStep) -> None:
         admitted = self.admitted.pop((row.session, row.chunk))
-        self.done.append(Done(row.session, row.chunk, admitted / PER_SECOND, self.agenda.now / PER_SECOND))
+        self.done.append(Done(row.session, row.chunk, admitted / PER_SECOND, self.now / PER_SECOND))
         self.may_admit[row.session] += 1
 
     def _note(self, stage: int | None, times: tuple[int, int], rows: list[tuple[int, int, int | None]]) -> None:

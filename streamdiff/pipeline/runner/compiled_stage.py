@@ -28,8 +28,13 @@ if TYPE_CHECKING:
     from streamdiff.pipeline.runner.model_runner import ModelRunner
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import AttendParts, AttentionShape, merge_attention_states
-from streamdiff.models.transformer.varlen_attention import AttendPaged, try_paged
+from streamdiff.models.transformer.attention_backend import (
+    AttendPaged,
+    AttendParts,
+    AttentionShape,
+    merge_attention_states,
+    try_paged,
+)
 from streamdiff.models.transformer.wan import BlockWeights, KeyValue, TokenStates, block_modulation, concat_rows
 from streamdiff.pipeline.kv_cache.attention import (
     AttentionMetadata,

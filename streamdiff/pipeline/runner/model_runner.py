@@ -24,14 +24,8 @@ from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.heartbeat import RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
-from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.state_exchange import (
-    LocalExchange,
-    StageSaving,
-    readiness,
-    stage_key,
-    swapped,
-)
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateMover, stage_key
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -106,7 +100,7 @@ class ModelRunner:
         """Where states are left for the head, and found."""
         self.swaps = SwapStore(device)
         """Where sessions lie that are swapped out."""
-        self.saving = StageSaving(self)
+        self.mover = StateMover(self)
         self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
         self._pool: CachePool | None = None  # caches that have graphs of CUDA
 
@@ -135,20 +129,19 @@ class ModelRunner:
                 self.open(update.session, steps=update.steps, kv_context=update.kv_context)
             case MessageKind.TEXT:
                 self.set_text(update.session, update.epoch, tensors[0], update.oldest, update.visible_from_chunk)
-            case MessageKind.RESET:
+            case MessageKind.RESET if update.session in self.sessions:
                 self.reset(update.session)
+            case MessageKind.RESET:  # it is swapped out, and what it was is not needed any more
+                self.mover.forget(update.session)
+                self.open(update.session, steps=update.steps, kv_context=update.kv_context)
             case MessageKind.STEPS:
                 self.set_steps(update.session, update.epoch, update.steps, update.oldest)
             case MessageKind.CLOSE:
                 self.close(update.session)
-            case MessageKind.SAVE:
-                return replace(update, outcome=max(update.outcome, self.saving.go_on(update)))
-            case MessageKind.LOAD:
-                walk.load(self.sessions[update.session], *self.exchange.take(self.exchange_key), self.device)
-            case MessageKind.SWAP_OUT:
-                self.swap_out(update.session)
-            case MessageKind.SWAP_IN:
-                return replace(update, outcome=max(update.outcome, self.swap_in(update)))
+            case MessageKind.COPY_OUT:
+                return replace(update, outcome=max(update.outcome, self.mover.copy_out(update)))
+            case MessageKind.PUT_BACK:
+                return replace(update, outcome=max(update.outcome, self.mover.put_back(update)))
         return update
 
     def nan_outputs(self, rows: int, given: Tensors) -> Tensors:
@@ -199,8 +192,7 @@ class ModelRunner:
 
     def close(self, session: int) -> None:
         """Free the session's KV cache, or give it back to the pool. Mutates: self."""
-        self.saving.spoil(session, "it has ended meanwhile, or was swapped out")
-        self.swaps.drop(swapped(session))
+        self.mover.forget(session)
         self._arriving.discard(session)
         gone = self.sessions.pop(session, None)
         if gone is not None and self._pool is not None:
@@ -209,7 +201,7 @@ class ModelRunner:
     @torch.inference_mode()
     def reset(self, session: int) -> None:
         """Empty the session's caches, in place. Mutates: self."""
-        self.saving.spoil(session, "it has restarted meanwhile")
+        self.mover.spoil(session, "it has restarted meanwhile")
         reset(self.sessions[session])
 
     @torch.inference_mode()
@@ -224,42 +216,19 @@ class ModelRunner:
     @torch.inference_mode()
     def set_steps(self, session: int, epoch: int, steps: int, oldest: int) -> None:
         """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
-        of the one before if it has none; epochs before `oldest` are dropped. Mutates: self."""
-        kept = self.sessions[session]
-        for latest in sorted(kept.text)[-1:]:  # none where what it was is lost, before it restarts
-            kept.text.setdefault(epoch, kept.text[latest])
-            kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
+        of the one before; epochs before `oldest` are dropped. Mutates: self."""
+        kept = self.sessions.get(session)
+        if kept is None:  # it is swapped out, and a reset that follows says them
+            return
+        latest = max(kept.text)
+        kept.text.setdefault(epoch, kept.text[latest])
+        kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.forget_epochs(oldest)
         kept.steps = steps
 
     def follow_copies(self, session: int) -> None:
         """What next uses the session's caches waits on the device for the copies so far. Mutates: self."""
         self._arriving.add(session)
-
-    def swap_out(self, session: int) -> None:
-        """Let the session's caches be others', and keep what is in them elsewhere. Mutates: self."""
-        name, gone = swapped(session), self.sessions[session]
-        self.close(session)
-        self.swaps.put(name, gone)
-
-    def swap_in(self, update: SessionUpdate) -> Outcome:
-        """Give a session caches again, with what was in them; where that is lost, empty ones. NOT_YET: ask again.
-        Mutates: self."""
-        session, name = update.session, swapped(update.session)
-        if session in self.sessions:
-            return Outcome.DONE
-        outcome = readiness(self.swaps, name)
-        if self.group is not None:  # a part that one of them cannot give is of no use to the others
-            outcome = Outcome(self.group.highest(outcome))
-        if outcome is Outcome.NOT_YET:
-            return outcome
-        self.open(session, steps=update.steps, kv_context=update.kv_context)
-        if outcome is Outcome.LOST:
-            self.swaps.drop(name)
-        else:
-            self.swaps.take(name, self.sessions[session])
-            self._arriving.add(session)
-        return outcome
 
     @cached_property
     def weights(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
 from streamdiff.errors import RequestError
 from streamdiff.models import sampling
+from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -64,51 +65,32 @@ class StepLevels:
         return values[min(chunk, len(values) - 1), step] if step < values.shape[1] else None
 
 
-class Noise(Protocol):
-    """Standard normal noise of one session, on the CPU, so that it is the same for every device; `PrefetchedNoise`
-    alone has it on the device."""
+@dataclass(frozen=True)
+class Noise:
+    """Standard normal noise of one session, on the CPU, so that it is the same for every device: drawn from `seed`;
+    `shape` `[C, F, h, w]` is that of a chunk. A reference run may give that of the first n chunks: `initial` `[n, C, F,
+    h, w]` for step 0, `renoise` `[n, steps - 1, C, F, h, w]` for the later ones, of which chunk c has
+    `schedule.of(c).steps - 1`."""
+
+    shape: tuple[int, int, int, int]
+    seed: int
+    initial: Tensor | None = None
+    renoise: Tensor | None = None
+    schedule: Schedule | None = None
 
     def draw(self, chunk: int, step: int) -> Tensor:
         """Float32 `[C, F, h, w]`, a pure function of (chunk, step): what step 0 receives, what is added
         before a later step, or, for `step` = number of steps, what the clean pass adds where it adds any."""
-
-    def is_unscaled(self, chunk: int) -> bool:
-        """True if step 0's noise of `chunk` was supplied and must not be multiplied by the schedule's `noise_scale`."""
-
-
-@dataclass(frozen=True)
-class SeededNoise:
-    """Noise drawn from `seed`; `shape` `[C, F, h, w]` is that of a chunk."""
-
-    shape: tuple[int, int, int, int]
-    seed: int
-
-    def draw(self, chunk: int, step: int) -> Tensor:
+        if step == 0 and self.initial is not None and self.is_unscaled(chunk):
+            return self.initial[chunk]
+        given = self.schedule.of(chunk).steps if self.schedule is not None else 0
+        if self.renoise is not None and chunk < len(self.renoise) and 0 < step < given:
+            return self.renoise[chunk, step - 1]
         return sampling.noise(self.shape, seed=self.seed, chunk=chunk, step=step)
 
     def is_unscaled(self, chunk: int) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class TensorNoise:
-    """Noise of the first chunks as tensors: `initial` `[n, C, F, h, w]` for step 0, `renoise` `[n, steps - 1, C, F, h,
-    w]` for the later ones, of which chunk c has `schedule.of(c).steps - 1`; what neither has comes from `rest`."""
-
-    initial: Tensor
-    renoise: Tensor | None
-    schedule: Schedule
-    rest: Noise
-
-    def draw(self, chunk: int, step: int) -> Tensor:
-        if step == 0 and chunk < len(self.initial):
-            return self.initial[chunk]
-        if self.renoise is not None and chunk < len(self.renoise) and 0 < step < self.schedule.of(chunk).steps:
-            return self.renoise[chunk, step - 1]
-        return self.rest.draw(chunk, step)
-
-    def is_unscaled(self, chunk: int) -> bool:
-        return chunk < len(self.initial) or self.rest.is_unscaled(chunk)
+        """True if step 0's noise of `chunk` is given and must not be multiplied by the schedule's `noise_scale`."""
+        return self.initial is not None and chunk < len(self.initial)
 
 
 class PrefetchedNoise:
@@ -258,7 +240,7 @@ class LatentSampler:
         if start is not None and 0 < len(start) < count:
             raise ValueError(f"{len(start)} chunks are given; the first {count} are made together")
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
-        noise = given.noise or SeededNoise(self.spec.chunk_shape, seed)
+        noise = given.noise or Noise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
         state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=video)
         levels = given.levels
@@ -441,7 +423,7 @@ class LatentSampler:
         if self.reencoder is None:
             return x0
         session.pictures = self.reencoder.new_memory() if session.pictures is None else session.pictures
-        return self.reencoder.reencode(chunk, x0, session.pictures)
+        return reencode_first_frame(self.reencoder, chunk, x0, session.pictures)
 
     def _context(self, row: MicroStep) -> Tensor:
         """Input of the clean pass of a finished chunk, or of its rerun. The first of a chunk that was given adds no

@@ -65,8 +65,8 @@ class SchedulerState:
     `rerun_as_one` as rows of one forward. While it is `draining` none is, and those in flight wait for no follower.
     While it is `held`, for a snapshot, nothing of it enters or changes.
     `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
-    invalidates it. `waiting_since`: the scheduler's forward count when it last got a row or first had a choice;
-    `rows_before`: its row count before that row. `frame_credit`: frames it may still admit.
+    invalidates it. `waiting_since`: the scheduler's count of forwards of its kind when it last got a row or first had a
+    choice; `rows_before`: their row count before that row. `frame_credit`: frames it may still admit.
 
     Each field says whether sessions whose rows share a forward may differ in it, see `step`. Model, size, dtype and
     LoRA are the engine's, so all its sessions have them in common.
@@ -286,8 +286,8 @@ class StreamBatchScheduler:
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
         self.first_chunks = first_chunks
         self._sessions: dict[int, SchedulerState] = {}
-        self._forwards = 0  # handed out so far: what waiting is counted in
-        self._rows = 0  # the same of rows, where forwards may have several
+        self._forwards: Counter[bool] = Counter()  # handed out so far, by `background`: what waiting is counted in
+        self._rows: Counter[bool] = Counter()  # the same of rows, where forwards may have several
         self._batch_break_reason = ""  # why nothing has joined the forward that is being put together
         self.counts = ForwardCounts()
         self.row_limit = RowLimit(max_rows)
@@ -319,7 +319,7 @@ class StreamBatchScheduler:
         extra, limit = (first_steps or steps) - steps, self._limit(kv_context, steps)
         self._sessions[session] = SchedulerState(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit,
-            self._forwards, self.first_chunks, background,
+            self._forwards[background], self.first_chunks, background,
         )  # fmt: skip
 
     def close(self, session: int) -> None:
@@ -434,7 +434,7 @@ class StreamBatchScheduler:
         while len(rows) < most and not _recaches(rows) and (picked := self._pick(rows, most, background)):
             rows += picked
         if rows:
-            self._forwards += 1
+            self._forwards[self._sessions[rows[0].session].background] += 1
             self.counts.rows[len(rows)] += 1
             if len(rows) == 1 < self.max_rows:
                 self.counts.alone[self._batch_break_reason] += 1
@@ -508,8 +508,9 @@ class StreamBatchScheduler:
             differs = first and (differing_field(first, state) or differing_field(taken[0], rows[0]))
             if not taken or (not differs and apart and len(taken) + len(rows) <= most):
                 state.enter(choice)
-                state.waiting_since, state.rows_before = self._forwards + 1, self._rows
-                self._rows += self.max_rows > 1
+                kind = state.background
+                state.waiting_since, state.rows_before = self._forwards[kind] + 1, self._rows[kind]
+                self._rows[kind] += self.max_rows > 1
                 return rows
             self._batch_break_reason = differs or ("ring" if apart else "same_session")
         return []
@@ -521,7 +522,7 @@ class StreamBatchScheduler:
         Where rows share it, those of one forward have waited equally long: they take turns. And slack counts what
         is finished, else a session that has begun a chunk would be passed by all that have not.
         """
-        patient = self._forwards - state.waiting_since < PATIENCE * open_sessions
+        patient = self._forwards[state.background] - state.waiting_since < PATIENCE * open_sessions
         credit = state.frame_credit + (state.unfinished_frames if most > 1 else 0)
         slack = -credit if patient else 0
         turn = state.rows_before if most > 1 else 0
@@ -532,7 +533,7 @@ class StreamBatchScheduler:
         if state.stale:
             waited, state.choice, state.stale = state.choice is not None, state.choose(), False
             if not waited and state.choice is not None:
-                state.waiting_since = max(state.waiting_since, self._forwards)
+                state.waiting_since = max(state.waiting_since, self._forwards[state.background])
         return state.choice
 
 

@@ -20,7 +20,7 @@ from streamdiff.core import PER_STEP
 from streamdiff.errors import ConfigError
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.model_runner import StageState
-from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerState, SeededNoise
+from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerState
 from streamdiff.pipeline.scheduler.scheduler import SchedulerState
 from streamdiff.pipeline.snapshot.file import LOOSE, Snapshot
 from streamdiff.session_state import walk
@@ -46,7 +46,7 @@ class HeadState:
     def opened_with(self) -> OpenedWith:
         """What a session is opened with where it continues. Raises ConfigError where its noise was given as tensors."""
         sampler, pending = self.sampler, self.pending
-        if not isinstance(sampler.given, SeededNoise):
+        if sampler.given.initial is not None:
             raise ConfigError("a session whose noise was given as tensors cannot be saved; give it a seed")
         return OpenedWith(
             sampler.given.seed, sampler.schedule.steps, self.scheduled.epoch, self.scheduled.kv_context,  # type: ignore[arg-type]

@@ -49,8 +49,8 @@ class FileTensors(Mapping[str, Tensor]):
 
     def __init__(self, data: bytes | memoryview, entries: Mapping[str, TensorEntry]) -> None:
         """Raises ConfigError for a tensor of a type that no session has."""
-        self._data, self._entries = memoryview(data), entries
-        self._begin = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "little")
+        self._entries = entries
+        self._data = memoryview(data)[LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little") :]
         for name, entry in entries.items():
             if entry.dtype not in _DTYPES:
                 raise ConfigError(f"tensor {name!r} is {entry.dtype} in the snapshot; it can be {', '.join(_DTYPES)}")
@@ -61,9 +61,10 @@ class FileTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         dtype = _DTYPES[entry.dtype]
-        if entry.begin == entry.end:
+        begin, end = entry.data_offsets
+        if begin == end:
             return torch.empty(entry.shape, dtype=dtype)
-        own = bytearray(self._data[self._begin + entry.begin : self._begin + entry.end])
+        own = bytearray(self._data[begin:end])
         return torch.frombuffer(own, dtype=dtype).view(entry.shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -22,7 +22,8 @@ from torch import Tensor
 from streamdiff.core import InputFigures
 from streamdiff.device import side_stream
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.autoencoder.picture_decoder import VideoAutoencoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents
 from streamdiff.pipeline.runner.sampler import SamplerState
@@ -181,10 +182,12 @@ class VideoInputs:
         self._wake()
 
     @torch.inference_mode()
-    def _encode(self, entry: _Input, encoder: FrameEncoder, piece: NDArray[np.uint8]) -> tuple[Tensor, float] | None:
+    def _encode(
+        self, entry: _Input, encoder: VideoAutoencoder, piece: NDArray[np.uint8]
+    ) -> tuple[Tensor, float] | None:
         """One piece of video; a chunk when that has made it whole. Mutates: entry."""
         if entry.memory is None:
-            entry.memory = encoder.new_memory()
+            entry.memory = encoder.new_encode_memory()
         self.encodings += 1
         cuda = encoder.device.type == "cuda"
         with side_stream(encoder.device, after_current=True):
@@ -200,7 +203,7 @@ class VideoInputs:
         return whole.pin_memory() if cuda else whole, motion
 
 
-def _next_piece(entry: _Input, encoder: FrameEncoder) -> NDArray[np.uint8] | None:
+def _next_piece(entry: _Input, encoder: VideoAutoencoder) -> NDArray[np.uint8] | None:
     """The frames `[n, H, W, 3]` of the next latent frame, where they are there: so the encoder's calls are the same
     whatever pieces the frames come in. Mutates: entry."""
     frames = encoder.first_frames if entry.memory is None else encoder.temporal

@@ -36,11 +36,12 @@ from streamdiff.engine.messages import Command, Event, Pictures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.jobs.store import ATTEMPTS, Job, JobStore, Order, VideoRequest, sync
-from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import share_of
+from streamdiff.server.problem import Unavailable
+from streamdiff.server.tasks import end_tasks, wait_at_most
 from streamdiff.video.files import write_video
 
 logger = logging.getLogger(__name__)
@@ -179,16 +180,10 @@ class JobRunner:
         """Delete a job and its file, and stop making it; False if there is none. Raises Unavailable."""
         deleted = False
         for _ in range(2):  # it may be begun while the store's thread is on its way to delete it
-            await self._cancel([task for task, run in self._runs.items() if run.job.id == id])
+            await end_tasks(*(task for task, run in self._runs.items() if run.job.id == id))
             deleted = await self._changed(self._store.delete, id) or deleted
         self._wake.set()
         return deleted
-
-    async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
-        """End these runs, and wait until they have."""
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     def progress(self, job: Job) -> int:
         """Per cent of a job's frames that are encoded; 100 only when its file is complete."""
@@ -228,7 +223,7 @@ class JobRunner:
         self._not_before_s = clock.monotonic_s() + NO_MEMORY_RETRY_S
         for _, run in runs:
             run.preempted = True
-        await self._cancel([task for task, _ in runs])
+        await end_tasks(*(task for task, _ in runs))
         return bool(runs)
 
     # ---- life ---------------------------------------------------------------------------------------------------
@@ -245,10 +240,10 @@ class JobRunner:
 
     async def stop(self) -> None:
         """Stop making jobs; those begun begin again with the next server."""
-        await self._cancel([*self._tasks, *self._runs])
+        await end_tasks(*self._tasks, *self._runs)
         self._encoders.shutdown()
         try:
-            await self._stored(self._store.put_back_all)
+            await self._stored(partial(self._store.put_back, attempt=False))
         except sqlite3.Error as error:
             logger.error("Jobs in progress count as tried once: %s", error)
         await self._stored(self._store.close)
@@ -271,9 +266,7 @@ class JobRunner:
                 self._tell(error)
                 self._not_before_s = clock.monotonic_s() + DISK_RETRY_S
             self._metrics.jobs_running.set(len(self._runs))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s if (wait_s := self._wait_s()) > 0 else None):
-                    await self._wake.wait()
+            await wait_at_most(self._wake, wait_s if (wait_s := self._wait_s()) > 0 else None)
 
     def _has_place(self) -> bool:
         """Whether one more job may run. One that was tried before runs alone: if it is what ends the engine, it ends no

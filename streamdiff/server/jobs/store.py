@@ -167,7 +167,7 @@ class JobStore:
         remove files that were not finished. Jobs during which servers ended ATTEMPTS times have failed. Returns the
         number of queued jobs."""
         found = {entry.name for entry in self.folder.iterdir()}
-        self._put_back("status = 'in_progress'", attempt=True)
+        self.put_back(attempt=True)
         complete = {self.path(job.id).name: job.id for job in self._jobs("WHERE status = 'completed'")}
         for name in complete.keys() - found:
             again = {"started_s": None, "ended_s": None, "expires_s": None, "attempts": 0, "bytes": 0}
@@ -229,17 +229,12 @@ class JobStore:
             return self.get(job.id)
         return None
 
-    def put_back(self, id: str, *, attempt: bool) -> None:
-        """Return a job in progress to its position in the queue; `attempt`: this counts as one."""
-        self._put_back("id = ?", id, attempt=attempt)
-
-    def put_back_all(self) -> None:
-        """The server ends as it should: what is in progress begins again with the next."""
-        self._put_back("status = 'in_progress'", attempt=False)
-
-    def _put_back(self, condition: str, *values: object, attempt: bool) -> None:
-        query = f"UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts - ? WHERE {condition}"
-        self._execute(query, not attempt, *values)
+    def put_back(self, id: str | None = None, *, attempt: bool) -> None:
+        """Return a job in progress to its position in the queue, None: all of them; `attempt`: this counts as one."""
+        query = (
+            "UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts - ? WHERE status = 'in_progress'"
+        )
+        self._execute(f"{query} AND id = coalesce(?, id)", not attempt, id)
 
     def complete(self, id: str, inference_s: float | None, peak_memory_mb: float | None) -> None:
         """A job's file is complete."""

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +24,13 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
+from streamdiff.server.media.clip import KeptFrame, RecentFrames
 from streamdiff.server.media.encoder import Codec, EncodedFrame, EncoderThread, Format, as_rgb
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
+from streamdiff.server.tasks import end_tasks
 
 QUALITY = 92
 SKIP_EVERY_S = 0.5
@@ -90,22 +91,17 @@ class BitrateController:
         return rate_bps
 
 
-class PacketReceiver(Protocol):
-    """Takes the packets: a viewer's track, or an output."""
-
-    def put(self, encoded: EncodedFrame) -> None:
-        """Take one packet, at once; called on the event loop."""
-
-    def line_bps(self, now_s: float) -> int | None:
-        """Its bandwidth estimate in bit/s; None where there is none."""
+Receiver = Callable[[EncodedFrame], None]
+"""Takes a packet, at once; called on the event loop."""
 
 
 class _Stream:
-    """The encoder of one codec, the receivers of its packets, and counts of what was sent."""
+    """The encoder of one codec, the receivers of its packets, the last of these, and counts of what was sent."""
 
     def __init__(self, encoder: EncoderThread, fmt: Format) -> None:
-        self.receivers: set[PacketReceiver] = set()
-        self.bits = Rate()
+        self.receivers: dict[Receiver, Callable[[float], int | None]] = {}
+        """Each with its bandwidth estimate in bit/s at a time, or None."""
+        self.recent, self.bits = RecentFrames(), Rate()
         self.encoder, self.dropped = encoder, CounterDelta()
         self.bitrate = BitrateController(fmt.bitrate_bps)
 
@@ -186,6 +182,13 @@ class Playback:
             self._jpeg = asyncio.create_task(asyncio.to_thread(_encode_jpeg, picture), name="jpeg")
         return await asyncio.shield(self._jpeg)  # one caller that leaves does not take it from the others
 
+    def last(self, seconds: float) -> tuple[Codec, list[KeptFrame]] | None:
+        """What was shown in the last `seconds`, of the codec that has most of them; None where nobody watches."""
+        if not (kept := {codec: stream.recent for codec, stream in self._streams.items() if stream.recent.kept_s}):
+            return None
+        codec = max(kept, key=lambda each: (min(kept[each].kept_s, seconds), each == "h264"))
+        return codec, kept[codec].last(seconds)
+
     def may_skip(self) -> bool:
         """Whether frames may be skipped for a prompt that comes now: not while the media clock is held, nor within
         `SKIP_EVERY_S` of the last skip. Mutates: self."""
@@ -246,8 +249,7 @@ class Playback:
 
     async def close(self) -> None:
         """End the threads and tasks."""
-        self._reporting.cancel()
-        await asyncio.gather(self._reporting, return_exceptions=True)
+        await end_tasks(self._reporting)
         self.pacer.stop()
         for stream in self._streams.values():
             stream.encoder.stop()
@@ -291,23 +293,23 @@ class Playback:
         """Pictures that the running encoders did not encode."""
         return sum(stream.encoder.dropped for stream in self._streams.values())
 
-    def attach(self, codec: Codec, receiver: PacketReceiver) -> None:
-        """Send `receiver` the stream, beginning with a key frame. Mutates: self."""
+    def attach(
+        self, codec: Codec, receiver: Receiver, line_bps: Callable[[float], int | None] = lambda now_s: None
+    ) -> None:
+        """Send `receiver` the stream, beginning with a key frame. `line_bps`: its bandwidth estimate. Mutates: self."""
         if codec in self._streams:
-            self._streams[codec].receivers.add(receiver)
             self.request_key(codec)
-            return
-        encoder = EncoderThread(codec, self.format, lambda each: self._call_soon(self._distribute, codec, each))
-        self._streams[codec] = _Stream(encoder, self.format)
-        self._streams[codec].receivers.add(receiver)
-        self._set_encoders()
+        else:
+            encoder = EncoderThread(codec, self.format, lambda each: self._call_soon(self._distribute, codec, each))
+            self._streams[codec] = _Stream(encoder, self.format)
+            self._set_encoders()
+        self._streams[codec].receivers[receiver] = line_bps
 
-    def detach(self, codec: Codec, receiver: PacketReceiver) -> None:
+    def detach(self, codec: Codec, receiver: Receiver) -> None:
         """Forget `receiver`. Mutates: self."""
-        stream = self._streams.get(codec)
-        if stream is None:
+        if (stream := self._streams.get(codec)) is None:
             return
-        stream.receivers.discard(receiver)
+        stream.receivers.pop(receiver, None)
         if not stream.receivers:
             del self._streams[codec]
             self._set_encoders()
@@ -342,7 +344,9 @@ class Playback:
         stream.bits.add(8 * encoded.packet.size, now_s)
         self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(stream.encoder.dropped))
         for receiver in stream.receivers:
-            receiver.put(encoded)
+            receiver(encoded)
+        if stream.recent.put(encoded, held=self.pacer.held):
+            self.request_key(codec)
         if now_s - self._adapted_s >= ADAPT_INTERVAL_S:
             self._adapted_s = now_s
             self._adapt_bitrates(now_s)
@@ -350,7 +354,7 @@ class Playback:
     def _adapt_bitrates(self, now_s: float) -> None:
         """Adapt each encoder's bit rate to the receivers' bandwidth estimates. Mutates: self."""
         for codec, stream in self._streams.items():
-            estimates = [bps for each in stream.receivers if (bps := each.line_bps(now_s)) is not None]
+            estimates = [bps for each in stream.receivers.values() if (bps := each(now_s)) is not None]
             rate_bps = stream.bitrate.decide(estimates, stream.bits.per_s(now_s), now_s)
             if rate_bps is not None:
                 stream.encoder.set_format(replace(self.format, bitrate=rate_bps))

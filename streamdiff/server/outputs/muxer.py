@@ -2,9 +2,9 @@
 address.
 
 A process of its own per output, since FFmpeg may wait for the other side for as long as it likes, and PyAV holds the
-interpreter's lock while it connects. Standard input: one JSON line (`MuxerHeader`), then records of `RECORD` and a
-payload, until it ends. Standard output: a byte for each packet that was taken. Exit: 0 everything written, 1 with a
-line on standard error that says why not.
+interpreter's lock while it connects. Standard input: one JSON line (`url`, `container`, FFmpeg's `options` of
+that, `codec`, `width`, `height`, `fps`), then records of `RECORD` and a payload, until it ends. Standard output: a byte
+for each packet that was taken. Exit: 0 everything written, 1 with a line on standard error that says why not.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import os
 import signal
 import struct
 import sys
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import av
 from av.error import FFmpegError
@@ -30,23 +29,6 @@ _BOX = struct.Struct(">I4s")
 TIME_BASE = Fraction(1, 90_000)
 
 
-@dataclass(frozen=True)
-class MuxerHeader:
-    """Where packets go, in which container, and what they are; `options` are FFmpeg's, of the container."""
-
-    url: str
-    container: str
-    codec: str
-    width: int
-    height: int
-    fps: float
-    options: dict[str, str]
-
-    def line(self) -> bytes:
-        """As the first line of standard input."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-
 def write(source: BinaryIO, reports: BinaryIO) -> None:
     """Write until `source` ends, with a byte to `reports` for each packet that was taken. The first is a key frame. A
     new file is readable by its user only, and is removed where nothing of it can be played.
@@ -54,17 +36,18 @@ def write(source: BinaryIO, reports: BinaryIO) -> None:
     Raises:
         FFmpegError, OSError: the target cannot be opened or written any more.
     """
-    header = MuxerHeader(**json.loads(source.readline()))
-    if "://" in header.url:
+    header = json.loads(source.readline())
+    if "://" in header["url"]:
         return _write(source, reports, header)
-    open_private(Path(header.url)).close()
+    path = Path(header["url"])
+    open_private(path).close()
     try:
         _write(source, reports, header)
     finally:
-        if header.container == "mp4":
-            _cut_off_half(Path(header.url))
-        if not _plays(header.url):
-            Path(header.url).unlink(missing_ok=True)
+        if header["container"] == "mp4":
+            _cut_off_half(path)
+        if not _plays(path):
+            path.unlink(missing_ok=True)
 
 
 def _cut_off_half(path: Path) -> None:
@@ -81,7 +64,7 @@ def _cut_off_half(path: Path) -> None:
         file.truncate(whole)
 
 
-def _plays(path: str) -> bool:
+def _plays(path: Path) -> bool:
     try:
         with av.open(path) as container:
             return any(packet.size for packet in container.demux(video=0))
@@ -89,20 +72,19 @@ def _plays(path: str) -> bool:
         return False
 
 
-def _write(source: BinaryIO, reports: BinaryIO, header: MuxerHeader) -> None:
-    zero = None
-    with av.open(header.url, "w", format=header.container, container_options=header.options) as container:
-        rate = Fraction(header.fps).limit_denominator(1001)
-        stream = container.add_mux_stream(header.codec, rate=rate, width=header.width, height=header.height)
+def _write(source: BinaryIO, reports: BinaryIO, header: dict[str, Any]) -> None:
+    zero, fps, size = None, header["fps"], {"width": header["width"], "height": header["height"]}
+    with av.open(header["url"], "w", format=header["container"], container_options=header["options"]) as file:
+        stream = file.add_mux_stream(header["codec"], rate=Fraction(fps).limit_denominator(1001), **size)
         stream.time_base = TIME_BASE
         while len(record := source.read(RECORD.size)) == RECORD.size:
             pts, key, length = RECORD.unpack(record)
             packet = av.Packet(source.read(length))
             zero = pts if zero is None else zero
             packet.pts = packet.dts = pts - zero
-            packet.duration = round(90_000 / header.fps)
+            packet.duration = round(90_000 / fps)
             packet.time_base, packet.stream, packet.is_keyframe = TIME_BASE, stream, bool(key)
-            container.mux(packet)  # the first one connects
+            file.mux(packet)  # the first one connects
             reports.write(b".")
             reports.flush()
 

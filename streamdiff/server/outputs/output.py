@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import re
 import secrets
@@ -33,11 +34,12 @@ from streamdiff.server.auth import read_setting_file
 from streamdiff.server.media.encoder import Codec, EncodedFrame, PacketQueue
 from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.outputs.muxer import RECORD, MuxerHeader
+from streamdiff.server.outputs.muxer import RECORD
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.tasks import wait_at_most
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
-from streamdiff.server.webrtc.sdp import without_unusable
+from streamdiff.server.webrtc.sdp import SdpError, without_unusable
 from streamdiff.server.webrtc.sender import VideoSender
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ WHIP_CONNECT_S = 10.0
 """The media server's answer, and then the connection, may each take so long."""
 WHIP_CLOSE_S = 2.0
 MAX_ANSWER_BYTES, MAX_REDIRECTS = 256 * 1024, 5
+UNUSABLE_ANSWER: tuple[type[Exception], ...] = (SdpError, *aiortc_compat.OFFER_ERRORS)
 WHIP_PREFIX = "whip+"
 
 
@@ -204,11 +207,11 @@ class Output:
         find_session: Callable[[], LiveSession | None],
         metrics: Metrics,
         allows: Callable[[str], bool],
-        ice_servers: IceServers | None = None,
+        ice_servers: IceServers,
     ) -> None:
         self.status, self._allows = OutputStatus(target.name), allows
         self.target, self._find_session, self._metrics = target, find_session, metrics
-        self._ice_servers = ice_servers or IceServers(())
+        self._ice_servers = ice_servers
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._playback: Playback | None = None
@@ -222,9 +225,6 @@ class Output:
             self._playback.request_key(self.target.codec)
         self._count(0, self._queue.dropped - dropped)
         self._available.set()
-
-    def line_bps(self, now_s: float) -> None:
-        """An output does not say what its line carries: it must not lower the viewers' picture."""
 
     async def stop(self) -> None:
         """Write what came so far, and end."""
@@ -243,7 +243,7 @@ class Output:
         while not self._stopping.is_set():
             session = self._find_session()
             if session is None or session.closed:
-                await self._sleep(BACK_OFF_S[0])
+                await wait_at_most(self._stopping, BACK_OFF_S[0])
                 continue
             begun_s = clock.monotonic_s()
             reason = await (self._publish(session) if self.target.container == "whip" else self._send(session, attempt))
@@ -260,19 +260,12 @@ class Output:
             if reason != told[0] or clock.monotonic_s() - told[1] >= TELL_S:
                 told = reason, clock.monotonic_s()
                 logger.warning("Output %s broke off: %s. Tried again in %g s.", self.status.name, reason, wait_s)
-            await self._sleep(wait_s)
-
-    async def _sleep(self, seconds: float) -> None:
-        """Wait, or until the end is asked for."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            await wait_at_most(self._stopping, wait_s)
 
     async def _poll(self) -> None:
         """Wait for a packet, or `POLL_S`: session and writer may end without one."""
         self._available.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._available.wait()
+        await wait_at_most(self._available, POLL_S)
 
     async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
@@ -296,11 +289,13 @@ class Output:
         self._playback = session.playback
         reason = ""
         try:
-            session.playback.attach(self.target.codec, self)
+            session.playback.attach(self.target.codec, self.put)  # what its line carries must not lower the picture
             fmt, target = session.playback.format, self.target
-            size, options = (fmt.width * fmt.scale, fmt.height * fmt.scale), dict(target.options)
-            where = (target.attempt(attempt), target.container, target.codec)
-            process.stdin.write(MuxerHeader(*where, *size, fmt.fps, options).line())
+            header = {name: getattr(target, name) for name in ("container", "codec", "options")} | {
+                "url": target.attempt(attempt), "fps": fmt.fps,
+                "width": fmt.width * fmt.scale, "height": fmt.height * fmt.scale,
+            }  # fmt: skip
+            process.stdin.write(json.dumps(header).encode() + b"\n")
             await self._feed(process, session)
         except av.FFmpegError as error:
             reason = f"its encoder failed: {error}"
@@ -309,7 +304,7 @@ class Output:
         except OSError as error:  # else the writer has ended, and says why
             reason = str(error.strerror) if error.errno == errno.ENOSPC else ""
         finally:
-            session.playback.detach(self.target.codec, self)
+            session.playback.detach(self.target.codec, self.put)
             self._playback = None
             process.stdin.close()
             await _end(process)
@@ -438,7 +433,7 @@ class Publication:
         answer = await self._post(str(self.sender.pc.localDescription.sdp))
         try:
             await self.sender.pc.setRemoteDescription(RTCSessionDescription(without_unusable(answer), "answer"))
-        except aiortc_compat.OFFER_ERRORS as error:
+        except UNUSABLE_ANSWER as error:
             raise WhipError(f"the media server's answer cannot be used ({type(error).__name__})") from error
         if not self.sender.bind(transceiver) or transceiver.currentDirection != "sendonly":
             raise WhipError(f"the media server does not take {self._codec.upper()} video")
@@ -583,12 +578,19 @@ def _host_text(netloc: str) -> str:
     return netloc.rpartition("@")[2].lower()
 
 
-class AddedOutputs:
-    """The outputs of all sessions but those of the configuration. Lives on the event loop."""
+class Outputs:
+    """All outputs: those of the configuration, which send the default session, and those that were added over the API.
+    Lives on the event loop."""
 
-    def __init__(self, allowed: AllowedTargets, metrics: Metrics, ice_servers: IceServers) -> None:
-        self._allowed, self._metrics, self._ice_servers = allowed, metrics, ice_servers
-        self._outputs: dict[tuple[str, str], Output] = {}  # by the session's id and their own
+    def __init__(self, allowed: Sequence[str], metrics: Metrics, ice_servers: IceServers) -> None:
+        """`allowed`: see `AllowedTargets`, or its ConfigError."""
+        self._allowed, self._metrics, self._ice_servers = AllowedTargets(allowed), metrics, ice_servers
+        self.configured: list[Output] = []
+        self._added: dict[tuple[str, str], Output] = {}  # by the session's id and their own
+
+    def begin(self, target: Target, find_session: Callable[[], LiveSession | None]) -> Output:
+        """An output that sends what `find_session` finds."""
+        return Output(target, find_session, self._metrics, self._allowed.allows, self._ice_servers)
 
     async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
         """Send a session to a target too; returns the output's id and its state.
@@ -599,40 +601,33 @@ class AddedOutputs:
         target = await asyncio.to_thread(self._allowed.parse, text)  # which may try a protocol
         if session.closed:
             raise RequestError("session", "the session has ended")
-        if len(self.of(session)) >= MAX_PER_SESSION or len(self._outputs) >= MAX_OUTPUTS:
+        if len(self.of(session)) >= MAX_PER_SESSION or len(self._added) >= MAX_OUTPUTS:
             limits = f"a session has {MAX_PER_SESSION} outputs at most, and the server {MAX_OUTPUTS}"
             raise RequestError("target", f"{limits}; end one first")
-        if target.is_file and any(output.target.url == target.url for output in self._outputs.values()):
+        if target.is_file and any(output.target.url == target.url for output in self._added.values()):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
-        named = replace(target, name=f"{target.name} {id}")
-        output = Output(named, lambda: session, self._metrics, self._allowed.allows, self._ice_servers)
-        self._outputs[session.id, id] = output
+        output = self.begin(replace(target, name=f"{target.name} {id}"), lambda: session)
+        self._added[session.id, id] = output
         return id, output.status
 
     def of(self, session: LiveSession) -> dict[str, OutputStatus]:
-        """The states of a session's outputs, by id."""
-        return {id: output.status for (session_id, id), output in self._outputs.items() if session_id == session.id}
+        """The states of the outputs that were added to a session, by id."""
+        return {id: output.status for (session_id, id), output in self._added.items() if session_id == session.id}
 
     async def remove(self, session: LiveSession, id: str) -> bool:
-        """End an output; False if there is none of that id."""
-        if (output := self._outputs.get((session.id, id))) is None:
+        """End an added output; False if there is none of that id."""
+        if (output := self._added.get((session.id, id))) is None:
             return False
-        await self._end(output)  # until then it counts: it still has its process
-        self._outputs.pop((session.id, id), None)
+        await output.stop()  # until then it counts: it still has its process
+        self._metrics.forget("output", output.status.name)
+        self._added.pop((session.id, id), None)
         return True
 
     async def end_session(self, session: LiveSession) -> None:
-        """End the outputs of a session that ends."""
-        ending = [self._outputs.pop((session.id, id)) for id in self.of(session)]
-        await asyncio.gather(*map(self._end, ending))
+        """End the outputs that were added to a session that ends."""
+        await asyncio.gather(*(self.remove(session, id) for id in self.of(session)))
 
     async def stop(self) -> None:
         """End all outputs: what came so far is written."""
-        ending = list(self._outputs.values())
-        self._outputs.clear()
-        await asyncio.gather(*map(self._end, ending))
-
-    async def _end(self, output: Output) -> None:
-        await output.stop()
-        self._metrics.forget("output", output.status.name)
+        await asyncio.gather(*(output.stop() for output in (*self.configured, *self._added.values())))

@@ -20,27 +20,19 @@ from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.config import ServeConfig
-from streamdiff.errors import EngineFailure
 from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
-from streamdiff.server.problem import Problem, respond
+from streamdiff.server.problem import Problem, Unavailable, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
 from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
 from streamdiff.server.routes.schemas import Answer
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import (
-    MAX_BODY_BYTES,
-    ControlError,
-    ControlMessage,
-    Receipt,
-    StreamEnded,
-    message_schema,
-    parse,
-)
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, message_schema, parse
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
+from streamdiff.server.tasks import end_tasks, wait_at_most
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a request waits for the engine's answer before it is answered with 202."""
@@ -74,9 +66,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
     session.join(name, take, may_control=False)
     try:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(QUIET_S):
-                    await came.wait()
+            await wait_at_most(came, QUIET_S)
             came.clear()
             # What thousands read is not written in one go, for which the video would have to wait.
             await asyncio.sleep(random.random() * STAGGER_S * len(session.peers))
@@ -104,7 +94,7 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
             "batching": manager.load.batching,
             "viewers": state.viewers.count,
             "max_viewers": state.config.serve.max_viewers,
-            "outputs": [asdict(output.status) for output in state.outputs],
+            "outputs": [asdict(output.status) for output in state.outputs.configured],
             "codecs_offered": list(state.codecs),
         }
     )
@@ -114,16 +104,13 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
     "/api/control", summary="Say one control message",
     **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, message_schema()), answers=_LATER),
 )  # fmt: skip
-async def control(request: Request, state: State, live: Controlled) -> Response:
+async def control(request: Request, live: Controlled) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
-    try:
-        message = parse(await read_bytes(request, MAX_BODY_BYTES))
-    except ControlError as error:
-        raise _refused(state, error) from error
+    message = parse(await read_bytes(request, MAX_BODY_BYTES))
     if message.type == "get":
         return JSONResponse(live.state(may_control=True))
-    receipt = await carry_out(state, live, message)
+    receipt = await carry_out(live, message)
     return JSONResponse(receipt.message(), status_of([receipt]))
 
 
@@ -134,7 +121,7 @@ async def control(request: Request, state: State, live: Controlled) -> Response:
 async def frame(live: Watched) -> Response:
     jpeg = await live.playback.jpeg()
     if jpeg is None:
-        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"}, code="opening")
+        raise Unavailable("opening", "No frame has been made yet.", 1)
     return Response(jpeg, media_type="image/jpeg")
 
 
@@ -143,48 +130,9 @@ def status_of(receipts: list[Receipt]) -> int:
     return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
 
 
-def check(state: AppState, session: LiveSession, messages: list[ControlMessage]) -> None:
-    """Raises Problem where one of `messages`, carried out in this order, would be refused: before any is."""
-    try:
-        session.check(messages)
-    except ControlError as error:
-        raise _refused(state, error) from error
-
-
-async def carry_out(state: AppState, session: LiveSession, message: ControlMessage) -> Receipt:
-    """Carry out a message; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
-
-    Raises:
-        Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
-    """
-    try:
-        receipt = await session.control_and_wait(message, f"http-{next(_numbers)}", ANSWER_TIMEOUT_S)
-    except ControlError as error:
-        raise _refused(state, error) from error
-    except TimeoutError as error:
-        text = f"The engine took no command for {ANSWER_TIMEOUT_S:g} s; this one may still be carried out."
-        raise Problem(504, text, code="engine") from error
-    except StreamEnded as error:
-        raise Problem(410, "The session has ended.", code="ended") from error
-    except EngineFailure as error:
-        raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
-    if receipt.stage == "refused":
-        raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
-    return receipt
-
-
-def _refused(state: AppState, error: ControlError) -> Problem:
-    """The answer to a message that is refused. Mutates: the metrics."""
-    state.metrics.controls.labels("any", error.code).inc()
-    known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
-    engine_s = state.manager.engine.retry_after_s
-    waits = {
-        "no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "memory": engine_s,
-        "engine_ended": engine_s,
-    }  # fmt: skip
-    headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
-    status = 503 if error.code in waits else known.get(error.code, 422)
-    return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
+async def carry_out(session: LiveSession, message: ControlMessage) -> Receipt:
+    """Carry out a message; see `LiveSession.control_and_wait`."""
+    return await session.control_and_wait(message, f"http-{next(_numbers)}", ANSWER_TIMEOUT_S)
 
 
 # ---- the WebSocket ------------------------------------------------------------------------------------------------
@@ -234,9 +182,7 @@ class WebSocketConnection(ControlConnection):
             end = next(task for task in tasks if task.done()).result()
         finally:
             self.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         self._metrics.sockets_ended.labels(end).inc()
         return end
 
@@ -348,10 +294,9 @@ def _unready(state: AppState, may_control: bool, known: set[str]) -> Problem | N
     if opening := [each.id for each in manager.opening if each.engine.state != "waiting"]:
         message = f"{len(opening)} sessions are not open yet."
         named = [id for id in opening if id in known]
-        return Problem(503, message, {"Retry-After": "1"}, code="opening", sessions=named)
+        return Unavailable("opening", message, 1, sessions=named)
     if session is None:  # it was ended over the API; others may play
         return None
     if (stalled_s := session.stalled_s()) > STALLED_S:
-        message = f"The engine has made no frame for {stalled_s:.1f} s."
-        return Problem(503, message, {"Retry-After": "1"}, code="stalled")
+        return Unavailable("stalled", f"The engine has made no frame for {stalled_s:.1f} s.", 1)
     return None

@@ -8,9 +8,9 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,10 +21,11 @@ from streamdiff.engine.messages import Data, Pictures
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
-from streamdiff.server.problem import Problem
+from streamdiff.server.media.clip import KEPT_S, write_clip
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes import bodies, dependencies, schemas
 from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
-from streamdiff.server.routes.control import carry_out, check, status_of
+from streamdiff.server.routes.control import carry_out, status_of
 from streamdiff.server.routes.dependencies import Controlled, State, Watched, answer, operation, problems
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
@@ -63,6 +64,10 @@ _NEW = dependencies.json_or_form(
     required=False,
 )
 _CHANGE = dependencies.json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
+_CLIPS = {"h264": ("mp4", "video/mp4"), "vp8": ("webm", "video/webm")}
+_VIDEO = answer(
+    "An mp4 file of H.264, or a WebM file of VP8, which begins at a key frame before", "video/mp4", dependencies.BINARY
+)
 _FILE = answer("A safetensors file; Content-Length: its size", OCTETS, dependencies.BINARY)
 router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=problems(401, 403, 404, 410, 422, 429))
 
@@ -215,14 +220,14 @@ def _info_of(request: Request, session: LiveSession) -> SessionInfo:
     state, prefix = state_of(request), request.scope.get("root_path", "")
     now_s = clock.monotonic_s()
     session.lifetime.watch(session.watched, now_s)
-    end = session.lifetime.end()
+    ends_s = session.lifetime.ends_s
     facts = session.state(may_control=False)  # without the engine's reason
     return SessionInfo(
         **{name: facts[name] for name in SessionInfo.model_fields if name in facts},
         id=session.id,
         watched=session.watched,
         age_s=round(now_s - session.lifetime.opened_s, 1),
-        ends_in_s=None if end is None else round(max(0.0, end[0] - now_s), 1),
+        ends_in_s=None if ends_s is None else round(max(0.0, ends_s - now_s), 1),
         share=round(state.manager.load.share(session.fps, session.steps), 4),
         whep=f"{prefix}/whep/{session.id}",
         control=f"{prefix}/api/sessions/{session.id}/control",
@@ -237,9 +242,9 @@ def _capacity(state: AppState) -> schemas.CapacityInfo:
         sessions_fit=ready.max_sessions,
         sessions_away=ready.max_swapped_sessions,
         free_sessions=manager.load.free_sessions(),
-        work_s=manager.load.capacity.work_s(clock.monotonic_s()),
+        work_s=manager.load.work_s,
         share=round(sum(manager.load.shares()), 4),
-        share_limit=manager.load.capacity.limit,
+        share_limit=manager.load.limit,
         occupancy=[round(share, 3) for share in manager.load.occupancy],
         places=manager.sessions_by_location(),
         size=f"{ready.width}x{ready.height}",
@@ -253,11 +258,10 @@ async def _carry_out_all(
 ) -> Receipts:
     """Carry out all, in order, or none where one would be refused; the response's status says whether some is still to
     come. Mutates: response."""
-    state = state_of(request)
-    check(state, session, messages)
-    receipts = [await carry_out(state, session, message) for message in messages]
+    session.check(messages)
+    receipts = [await carry_out(session, message) for message in messages]
     if session.closed:
-        raise Problem(410, "The session has ended.", code="ended")
+        raise StreamEnded(session.id)
     response.status_code = status_of(receipts)
     return Receipts(receipts=[receipt.message() for receipt in receipts], session=_info_of(request, session))
 
@@ -267,7 +271,7 @@ async def _carry_out_all(
 
 @router.get("/{session}/outputs", summary="Where it is sent", **operation("steer", 503))
 async def list_outputs(state: State, live: Controlled) -> schemas.OutputList:
-    found = state.session_outputs.of(live)
+    found = state.outputs.of(live)
     return schemas.OutputList(outputs=[schemas.OutputInfo(id=id, **asdict(status)) for id, status in found.items()])
 
 
@@ -278,7 +282,7 @@ async def list_outputs(state: State, live: Controlled) -> schemas.OutputList:
 async def add_output(request: Request, state: State, live: Controlled) -> Response:
     wanted = schemas.read(schemas.NewOutput, await bodies.read_json(request, MAX_BODY_BYTES))
     try:
-        id, status = await state.session_outputs.add(live, wanted.target)
+        id, status = await state.outputs.add(live, wanted.target)
     except RequestError as error:
         raise Problem(422, f"{error}.", code="refused", field=error.field) from error
     made = schemas.OutputInfo(id=id, **asdict(status))
@@ -287,7 +291,7 @@ async def add_output(request: Request, state: State, live: Controlled) -> Respon
 
 @router.delete("/{session}/outputs/{id}", status_code=204, summary="Send it there no more", **operation("steer", 503))
 async def remove_output(state: State, live: Controlled, id: str) -> Response:
-    if not await state.session_outputs.remove(live, id):
+    if not await state.outputs.remove(live, id):
         raise Problem(404, "There is no such output.", code="unknown")
     return Response(status_code=204)
 
@@ -300,22 +304,30 @@ async def remove_output(state: State, live: Controlled, id: str) -> Response:
     **operation("steer", 409, 503, 504, answers=_FILE),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
-    _refuse_if_busy(state)
+    _refuse_if_busy(state.snapshots)
     async with contextlib.AsyncExitStack() as held:
         await held.enter_async_context(state.snapshots)
         header, rest = signed(await _taken(state, live), state.snapshot_key)
-        sending = held.pop_all()
+        return _Download(f"{live.id}.safetensors", OCTETS, header, rest, held.pop_all())
 
-    async def pieces() -> AsyncIterator[bytes | memoryview]:
-        yield header
-        for begin in range(0, len(rest), _PIECE):
-            yield rest[begin : begin + _PIECE]
 
-    headers = {
-        "Content-Length": str(len(header) + len(rest)),
-        "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
-    }
-    return _Sending(pieces(), sending, headers)
+# ---- clips --------------------------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/{session}/clip", response_class=Response, summary="Its last seconds as a video",
+    **operation("watch", 400, 409, 503, answers=_VIDEO),
+)  # fmt: skip
+async def clip(state: State, live: Watched, seconds: Annotated[float, Query(ge=1, le=KEPT_S)] = 10.0) -> Response:
+    _refuse_if_busy(state.clips)
+    async with contextlib.AsyncExitStack() as held:
+        await held.enter_async_context(state.clips)
+        if (last := live.playback.last(seconds)) is None:
+            raise Problem(409, "Nothing was shown yet: a clip is what was sent to viewers.", code="not_watched")
+        codec, frames = last
+        video = await asyncio.to_thread(write_clip, codec, live.playback.format, frames, seconds)
+        ending, media_type = _CLIPS[codec]
+        return _Download(f"{live.id}.{ending}", media_type, b"", video, held.pop_all())
 
 
 @contextlib.asynccontextmanager
@@ -326,15 +338,15 @@ async def _place_for_upload(request: Request, state: AppState) -> AsyncIterator[
     small = length.isdigit() and int(length) <= bodies.MAX_FORM_BYTES
     async with contextlib.AsyncExitStack() as held:
         if bodies.media_type(request) == FORM and not small:
-            _refuse_if_busy(state)
+            _refuse_if_busy(state.snapshots)
             await held.enter_async_context(state.snapshots)
         yield
 
 
-def _refuse_if_busy(state: AppState) -> None:
-    """Raises Problem, 503, while MAX_SNAPSHOTS are taken or sent."""
-    if state.snapshots.locked():
-        raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
+def _refuse_if_busy(places: asyncio.Semaphore) -> None:
+    """Raises Problem, 503, while as many files are taken or sent as lie in memory at most."""
+    if places.locked():
+        raise Unavailable("busy", "Other files are being sent; ask again.", 1)
 
 
 async def _taken(state: AppState, live: LiveSession) -> Data:
@@ -347,19 +359,26 @@ async def _taken(state: AppState, live: LiveSession) -> Data:
         raise Problem(409, str(error), code="refused", field=error.field) from error
     except EngineFailure as error:
         raise state.engine_problem(may_control=True, session=live) from error
-    except StreamEnded as error:
-        raise Problem(410, "The session has ended.", code="ended") from error
     except TimeoutError as error:
         raise Problem(504, "The engine saved nothing in time.", code="timeout") from error
 
 
-class _Sending(StreamingResponse):
-    """Gives back its place when it is sent, or the caller has gone or takes nothing."""
+class _Download(StreamingResponse):
+    """A file. Gives back its place when it is sent, or the caller has gone or takes nothing."""
 
     def __init__(
-        self, content: AsyncIterator[bytes | memoryview], place: contextlib.AsyncExitStack, headers: dict[str, str]
+        self, name: str, media_type: str, header: bytes, rest: bytes | memoryview, place: contextlib.AsyncExitStack
     ) -> None:
-        super().__init__(content, headers=headers, media_type=OCTETS)
+        async def pieces() -> AsyncIterator[bytes | memoryview]:
+            yield header
+            for begin in range(0, len(rest), _PIECE):
+                yield rest[begin : begin + _PIECE]
+
+        headers = {
+            "Content-Length": str(len(header) + len(rest)),
+            "Content-Disposition": f'attachment; filename="{name}"',
+        }
+        super().__init__(pieces(), headers=headers, media_type=media_type)
         self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -371,4 +390,4 @@ class _Sending(StreamingResponse):
             try:
                 await super().__call__(scope, receive, within_limit)
             except TimeoutError:  # the connection is closed, as the response is not complete
-                logger.info("A snapshot was given up: nothing of it was taken for %g s.", SEND_LIMIT_S)
+                logger.info("A download was given up: nothing of it was taken for %g s.", SEND_LIMIT_S)

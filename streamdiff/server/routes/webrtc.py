@@ -19,7 +19,7 @@ from streamdiff.config import IceServer
 from streamdiff.server.app_state import AppState, count_refusals
 from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes.bodies import media_type, read_bytes
 from streamdiff.server.routes.dependencies import Controlled, SessionId, State, answer, body_of, operation
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
@@ -87,7 +87,7 @@ async def watch(
             why = f"`client` is {client_id[:40]!r}; it is 8 to 64 letters, digits, - or _."
             raise Problem(422, f"{why} Leave it out, or draw it once.", code="client", field="client")
         if why := state.manager.refuse_viewer(live):
-            raise Problem(503, why, {"Retry-After": str(state.manager.retry_after_s())}, code="memory")
+            raise Unavailable("memory", why, state.manager.retry_after_s())
         may_control = state.may_control(request, live)
         id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client_id)
     return _answered(state, f"/whep/{quote(live.id, safe='')}/{id}", answer)
@@ -169,7 +169,7 @@ for endpoint in ("/whep", "/whep/{session}"):
 for endpoint in ("/whip", "/whip/{session}"):
     feeding.add_api_route(
         endpoint, feed, methods=["POST"], status_code=201, summary="Send video: an offer for an answer",
-        **operation("steer", 404, 406, 409, 410, 503, body=body_of(SDP_TYPE), answers=_ANSWERED),
+        **operation("steer", 404, 406, 409, 410, 503, 504, body=body_of(SDP_TYPE), answers=_ANSWERED),
     )  # fmt: skip
     feeding.add_api_route(
         endpoint, describe_feeding, methods=["OPTIONS"], summary="What is taken here",

@@ -16,10 +16,12 @@ import psutil
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from streamdiff.core import PromptPolicy
+from streamdiff.core import PromptPolicy, control_values
 from streamdiff.engine.messages import MAX_BLEND_CHUNKS, Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
-from streamdiff.errors import StreamdiffError
+from streamdiff.errors import RequestError
+from streamdiff.server.load import LoadLimit, ViewerDemand
+from streamdiff.server.problem import Problem, Unavailable
 
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 LARGEST_SNAPSHOT_BYTES = psutil.virtual_memory().total // 8
@@ -184,14 +186,16 @@ MESSAGES: dict[str, type[ControlMessage]] = {
 _ID: TypeAdapter[Id] = TypeAdapter(Id)
 
 
-class ControlError(ValueError):
-    """A message that is refused: a code for programs, a sentence for people, the field at fault."""
+class ControlError(Problem):
+    """A message that is refused: a code for programs, a sentence for people, the field at fault. With `headers`, which
+    say when to ask again, it may be carried out later."""
 
-    def __init__(self, code: str, message: str, field: str = "", id: Id = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.field = field
-        self.id = id
+    def __init__(
+        self, code: str, message: str, field: str = "", id: Id = None, headers: dict[str, str] | None = None
+    ) -> None:
+        known = {"bad_json": 400, "bad_message": 400, "conflict": 409, "fed": 409}
+        super().__init__(503 if headers else known.get(code, 422), message, headers, code=code, field=field, id=id)
+        self.field, self.id = field, id
 
 
 def message_schema() -> dict[str, Any]:
@@ -242,6 +246,24 @@ def _refusal(kind: str, fault: ErrorDetails, id: Id) -> ControlError:
     return ControlError(code, f"`{field}` is {_echo(fault['input'])}: {fault['msg']}.", field, id)
 
 
+def check_value(message: ControlMessage, ready: Ready, switches: Sequence[str], fed: bool) -> None:
+    """Raises ControlError for what the model cannot do, or a session that can do `switches` and is `fed` with video, or
+    not."""
+    match message:
+        case StepsMessage(steps=steps) if why := steps_refusal(steps, ready):
+            raise ControlError("out_of_range", why, "steps", message.id)
+        case StrengthMessage() if not fed:
+            raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
+        case PromptMessage(switch=switch) if switch is not None and switch not in switches:
+            why = f"`switch` is {switch!r}; this session can do {', '.join(switches)}."
+            raise ControlError("out_of_range", why, "switch", message.id)
+        case ControlsMessage(values=values):
+            try:
+                control_values(ready.controls, values)
+            except RequestError as error:
+                raise ControlError(error.code, str(error), error.field, message.id) from error
+
+
 def steps_refusal(steps: int, ready: Ready) -> str:
     """Why chunks cannot have so many steps; "" where they can, or the engine has not said which."""
     if not ready.steps_known or steps in ready.steps_known:
@@ -268,8 +290,11 @@ _WORDS = {
 }
 
 
-class StreamEnded(StreamdiffError):
+class StreamEnded(Problem):
     """The session ended before it answered."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__(410, f"The session {session!r} has ended.", code="ended")
 
 
 @dataclass(frozen=True)
@@ -302,6 +327,27 @@ class EngineStatus:
         """A sentence on an engine that does not run, and why."""
         reason = self.reason_for(may_control)
         return f"{_WORDS[self.state]}{consequence}{f': {reason}' if reason else '.'}"
+
+    def unavailable(self, may_control: bool = True) -> Unavailable:
+        """The answer of an engine that does not run."""
+        return Unavailable(self.code, self.message(may_control), self.retry_after_s)
+
+
+def demand_after(demand: ViewerDemand, message: ControlMessage) -> ViewerDemand:
+    """The session's demand after `message` is carried out; unchanged by messages other than steps, fps, adaptive."""
+    changed = message.model_dump(include={"steps", "fps", "adaptive"})
+    return replace(demand, **changed)
+
+
+def load_limited_fields(message: ControlMessage, limit: LoadLimit) -> dict[str, Any]:
+    """Additional receipt fields of a request that the load limit reduces: the value in force and reason `load`; else
+    empty."""
+    match message:
+        case StepsMessage(steps=requested) if (steps := limit.steps_of(requested)) < requested:
+            return {"steps": steps, "reason": LOAD}
+        case FpsMessage(fps=requested) if (fps := limit.fps_of(requested)) < requested:
+            return {"fps": fps, "reason": LOAD}
+    return {}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.core import PROMPT_POLICIES, control_values
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
@@ -25,16 +25,20 @@ from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
 from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import (
     LOAD,
     ControlError,
     ControlMessage,
+    ControlsMessage,
     EngineStatus,
     Id,
     Receipt,
     RequestTracker,
     StreamEnded,
+    demand_after,
+    load_limited_fields,
 )
 from streamdiff.server.sessions.steering import Steering
 from streamdiff.server.sessions.video_input import VideoInput
@@ -85,14 +89,14 @@ class LiveSession:
         ready: Ready,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
-        may_play: Callable[[ViewerDemand], str],
+        no_time: Callable[[ViewerDemand], Unavailable | None],
         occupancy: Callable[[], Sequence[float]],
     ) -> None:
-        """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
-        it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
+        """`send` hands a command to the engine; `no_time` says why the session cannot have what it asks for; None: it
+        can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
         self.id = id
         self._config, self._ready, self._metrics = config, ready, metrics
-        self._send, self._may_play, self._occupancy = send, may_play, occupancy
+        self._send, self._no_time, self._occupancy = send, no_time, occupancy
         # What it shows.
         self.prompt, self.seed, self.image, self.features = spec.prompt, spec.seed, spec.image, spec.features
         self.begins_with_image = spec.image is not None
@@ -106,7 +110,7 @@ class LiveSession:
         self.limit, self._demand = UNLIMITED, ViewerDemand(self.steps, spec.fps, spec.adaptive)
         # The engine.
         self.engine = EngineStatus()
-        self.opened = self.closed = False  # closed: or about to be, nobody may join
+        self.closed = False  # or about to be, nobody may join
         self.place = "none"
         """Where its caches lie: `device`, `host` (memory) or `disk`; `none` while the engine has not opened it."""
         self.epoch = -1
@@ -135,10 +139,8 @@ class LiveSession:
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
         self.input: VideoInput | None = None
         """The video that feeds it."""
-        self.strength = DEFAULT_STRENGTH
-        """Noise that is mixed with that."""
-        self.steering = Steering(id, send)
-        """The controls that are held."""
+        self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
+        """Noise that is mixed with that; and the controls that are held."""
 
     @property
     def fps(self) -> float:
@@ -148,6 +150,11 @@ class LiveSession:
     def demand(self, now_s: float) -> ViewerDemand:
         """What its viewers requested, with `plays` as of `now_s`."""
         return replace(self._demand, plays=self.plays(now_s))
+
+    @property
+    def opened(self) -> bool:
+        """Whether the engine has opened it."""
+        return self.place != "none"
 
     @property
     def watched(self) -> bool:
@@ -266,7 +273,7 @@ class LiveSession:
 
         Mutates: self.
         """
-        self.opened, self.engine, self.place = False, engine, "none"
+        self.engine, self.place = engine, "none"
         for name in self._answers:
             of_engine = name == OPENING or name.startswith("save ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
@@ -284,14 +291,15 @@ class LiveSession:
 
     def _unavailable(self, id: Id) -> ControlError:
         code = "engine_ended" if self.engine.state == "failed" else self.engine.code
-        return ControlError(code, self.engine.message(may_control=True), id=id)
+        why = self.engine.unavailable()
+        return ControlError(code, why.detail, id=id, headers=why.headers)
 
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
         self.closed = True
         self._settle(OPENING, EngineFailure("the session ended before it was opened"))
         for name in self._answers:
-            self._settle(name, StreamEnded("the session ended before this was answered"))
+            self._settle(name, StreamEnded(self.id))
         self.steering.close()
         if self.input is not None:
             await self.input.close()
@@ -308,7 +316,7 @@ class LiveSession:
                 self.playback.push(event, now_s)
                 self._count_made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
-                self.opened, self.engine, self.place, self.epoch = True, EngineStatus(), "device", event.epoch
+                self.engine, self.place, self.epoch = EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
                 self.playback.progressed.set()
                 self._settle(OPENING, None)
@@ -331,12 +339,12 @@ class LiveSession:
             case messages.Swapped():
                 self.place = event.place
             case messages.Closed():
-                self.opened = False
+                self.place = "none"
 
     def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch
         message = self._requests.find(event.request)
-        if isinstance(message, control.ControlsMessage):  # the state does not tell what is held
+        if isinstance(message, ControlsMessage):  # the state does not tell what is held
             self._deliver(self._requests.accepted(event.request, event.epoch, "", "", now_s))
             return
         match message:
@@ -443,7 +451,7 @@ class LiveSession:
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
         self._demand = demand_after(self._demand, message)
-        if isinstance(message, control.ControlsMessage):
+        if isinstance(message, ControlsMessage):
             return await self._hold(message, owner)
         request = self._requests.begin(message, owner, clock.monotonic_s(), **load_limited_fields(message, self.limit))
         self.rev += isinstance(message, control.ChangeMessage)
@@ -453,8 +461,8 @@ class LiveSession:
                 # And what is steered is seen without a gap.
                 follows = self.steering.begun or self.input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()
-                blend = {"over": message.over, "along": message.along}
-                await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip, **blend))
+                how = switch or "", skip, message.over, message.along
+                await self._send(messages.SetPrompt(self.id, prompt, request, *how))
             case control.ResetMessage(seed=seed):
                 image = message.picture if isinstance(message, control.PictureReset) else None
                 none = isinstance(message, control.PictureReset) and image is None
@@ -472,7 +480,7 @@ class LiveSession:
                 self._requests.forget(request)
         return request
 
-    async def _hold(self, message: control.ControlsMessage, owner: str) -> str:
+    async def _hold(self, message: ControlsMessage, owner: str) -> str:
         """Hold controls; with an id, or where an answer is waited for, it has receipts. Mutates: self."""
         answered = message.id is not None or owner in self._answers
         request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
@@ -491,14 +499,12 @@ class LiveSession:
                 await self._set_paused(message.type == "pause")
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
-        """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
-        answered after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
+        """Like `control`, and wait for the engine's answer: a receipt `accepted`; `asked` when it has not answered
+        after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
 
         Raises:
-            TimeoutError: the engine took no command in that time.
-            ControlError: see `control`.
-            EngineFailure: the engine has ended.
-            StreamEnded: the session has.
+            Problem: 504, the engine took no command in that time; 503, it has ended; 422, code `refused`, it refused.
+            ControlError: see `control`. StreamEnded: the session has ended.
         """
         request, begun_s = "", clock.monotonic_s()
         with self._answer_to(owner) as answer:
@@ -506,11 +512,16 @@ class LiveSession:
                 async with asyncio.timeout(timeout_s):
                     request = await self.control(message, owner)
                     receipt: Receipt = await answer
-                    return receipt
-            except TimeoutError:
+            except TimeoutError as error:
                 if not request:
-                    raise
+                    text = f"The engine took no command for {timeout_s:g} s; this one may still be carried out."
+                    raise Problem(504, text, code="engine") from error
                 return Receipt(request, owner, message, begun_s, lag_s=timeout_s)
+            except EngineFailure as error:
+                raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
+        if receipt.stage == "refused":
+            raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
+        return receipt
 
     def check(self, messages: Sequence[ControlMessage]) -> None:
         """Check that `messages`, carried out in this order, would not be refused here; the engine may still refuse.
@@ -525,27 +536,11 @@ class LiveSession:
             if isinstance(message, control.ChangeMessage) and message.if_rev not in (None, self.rev):
                 now = f"its state has revision {self.rev}, the request is for {message.if_rev}"
                 raise ControlError("conflict", f"The session has changed: {now}.", "if_rev", message.id)
-            self._check_value(message)
+            control.check_value(message, self._ready, self.switches, fed=self.input is not None)
             before, demand = demand, demand_after(demand, message)
             more = demand.fps > before.fps or demand.steps > before.steps or demand.adaptive < before.adaptive
-            if more and (why := self._may_play(demand)):
-                raise ControlError("no_capacity", why, message.type, message.id)
-
-    def _check_value(self, message: ControlMessage) -> None:
-        """Raises ControlError for what the model or the session cannot do."""
-        match message:
-            case control.StepsMessage(steps=steps) if why := control.steps_refusal(steps, self._ready):
-                raise ControlError("out_of_range", why, "steps", message.id)
-            case control.StrengthMessage() if self.input is None:
-                raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
-            case control.PromptMessage(switch=switch) if switch is not None and switch not in self.switches:
-                why = f"`switch` is {switch!r}; this session can do {', '.join(self.switches)}."
-                raise ControlError("out_of_range", why, "switch", message.id)
-            case control.ControlsMessage(values=values):
-                try:
-                    control_values(self._ready.controls, values)
-                except RequestError as error:
-                    raise ControlError(error.code, str(error), error.field, message.id) from error
+            if more and (no_time := self._no_time(demand)) is not None:
+                raise ControlError("no_capacity", no_time.detail, message.type, message.id, no_time.headers)
 
     async def limit_to(self, limit: LoadLimit) -> None:
         """Apply a load limit: send the engine its steps, play at its frame rate, broadcast the state. Mutates: self.
@@ -698,20 +693,3 @@ class LiveSession:
             (metrics.asked_fps, self._demand.fps),
         ):
             gauge.labels(self.id).set(value)
-
-
-def demand_after(demand: ViewerDemand, message: ControlMessage) -> ViewerDemand:
-    """The session's demand after `message` is carried out; unchanged by messages other than steps, fps, adaptive."""
-    changed = message.model_dump(include={"steps", "fps", "adaptive"})
-    return replace(demand, **changed)
-
-
-def load_limited_fields(message: ControlMessage, limit: LoadLimit) -> dict[str, Any]:
-    """Additional receipt fields of a request that the load limit reduces: the value in force and reason `load`; else
-    empty."""
-    match message:
-        case control.StepsMessage(steps=requested) if (steps := limit.steps_of(requested)) < requested:
-            return {"steps": steps, "reason": LOAD}
-        case control.FpsMessage(fps=requested) if (fps := limit.fps_of(requested)) < requested:
-            return {"fps": fps, "reason": LOAD}
-    return {}

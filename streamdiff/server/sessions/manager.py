@@ -11,25 +11,26 @@ import logging
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import Counter
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Data, Event, FrameBatch, LoadFigures, Ready, Refused
-from streamdiff.engine.process.supervisor import Restarting
+from streamdiff.engine.messages import Data, Event, FrameBatch, LoadFigures, Ready, Refused
+from streamdiff.engine.process.supervisor import EngineSupervisor, Restarting
 from streamdiff.errors import NOT_FINITE, ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, Unavailable, ViewerDemand, least_share
+from streamdiff.server.load import Lifetime, LoadPolicy, ViewerDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.sessions.control import ControlError, EngineStatus, StreamEnded, StrengthMessage
+from streamdiff.server.problem import Problem, Unavailable
+from streamdiff.server.sessions.control import EngineStatus, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput, play
+from streamdiff.server.tasks import end_tasks, wait_at_most
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
 
@@ -39,6 +40,8 @@ _LOOK_S = 1.0
 _ENCODERS = ("text", "picture", "video")
 """As `LoadFigures.encodings` has them."""
 DEFAULT_SESSION = "default"
+FRESH_S = 30.0
+"""How long a measurement says how busy the machine is."""
 OPEN_TIMEOUT_S = 60.0
 INPUT_ANSWER_S = 5.0
 """How long the engine is waited for to take an input; a large encoder may be loaded later than that."""
@@ -54,17 +57,24 @@ REMEMBERED = 1024
 
 
 class EngineLoad:
-    """`occupancy` is the share of the time that each rank was at work, as the engine reported last, and `batching` its
-    forwards by rows, and those of one row by the reason, since it began."""
+    """What sessions take of an engine's time, and what more of them could have. Memory is not counted here: the engine
+    refuses a session whose caches do not fit, see `pipeline/planner/kv_budget.py`.
+
+    `limit`: share of the engine's time that all sessions may ask for together. `occupancy` is the share of the time
+    that each rank was at work, as the engine reported last, and `batching` its forwards by rows, and those of one row
+    by the reason, since it began.
+    """
 
     def __init__(
         self, config: Config, ready: Ready, metrics: Metrics, sessions: Callable[[], Sequence[LiveSession]]
     ) -> None:
         """`sessions` are the open ones, oldest first."""
-        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.max_utilization, ready.chunk_compute_s)
+        self.limit = config.serve.max_utilization
         self.occupancy: tuple[float, ...] = ()
         self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
-        self._policy = LoadPolicy(ready.steps_known, config.serve.max_utilization)
+        self._start_work_s = ready.chunk_compute_s  # as measured while the engine started; None: it was not
+        self._latest: tuple[float, float] | None = None  # seconds of work in a chunk, and when that was measured
+        self._policy = LoadPolicy(ready.steps_known, self.limit)
         self._default = ViewerDemand(ready.steps, config.playback.fps, config.serve.adaptive)
         self._ready, self._metrics, self._sessions = ready, metrics, sessions
         self._totals: defaultdict[tuple[Counter, str], CounterDelta] = defaultdict(CounterDelta)  # by label
@@ -72,10 +82,37 @@ class EngineLoad:
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
+    @property
+    def work_s(self) -> float | None:
+        """Seconds of work in a chunk in the default number of steps; None before anything was measured.
+
+        The latest measurement, while it is younger than `FRESH_S`. An engine that makes nothing measures nothing, so an
+        older one may stem from a busy moment that has long passed: it counts only where it is below that of the start.
+        """
+        if self._latest is None:
+            return self._start_work_s
+        work_s, measured_s = self._latest
+        if clock.monotonic_s() - measured_s <= FRESH_S or self._start_work_s is None:
+            return work_s
+        return min(work_s, self._start_work_s)
+
+    def share(self, fps: float, steps: int | None = None) -> float:
+        """Share of the engine's time, 0 to 1, that a session takes which shows `fps` frames per second, in `steps`
+        steps. A chunk is so many passes through the model as it has steps, and one that writes its cache."""
+        if (work_s := self.work_s) is None:
+            return 0.0
+        passes = ((steps or self._ready.steps) + 1) / (self._ready.steps + 1)
+        return fps * work_s * passes / self._ready.chunk_frames
+
+    def shares(self) -> list[float]:
+        """The share of the engine's time that each session takes; 0 for one that does not play."""
+        now_s = clock.monotonic_s()
+        return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self._sessions()]
+
     def free_sessions(self) -> int | None:
         """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
         measured yet."""
-        free = self.capacity.free_sessions(self._least_shares(), self._least_share(self._default))
+        free = self._fit(self._least_shares())
         by_memory, away, sessions = self._ready.max_sessions, self._ready.max_swapped_sessions, self._sessions()
         if free is None or by_memory is None:
             return free
@@ -86,29 +123,36 @@ class EngineLoad:
 
     def sessions_limit(self) -> int | None:
         """How many sessions of the default kind can play at once; None: not measured yet."""
-        by_time = self.capacity.free_sessions((), self._least_share(self._default))
-        by_memory = self._ready.max_sessions
+        by_time, by_memory = self._fit([]), self._ready.max_sessions
         return by_time if by_time is None or by_memory is None else min(by_time, by_memory)
-
-    def share(self, fps: float, steps: int | None = None) -> float:
-        """The share of the engine's time, 0 to 1, that a session takes while it plays."""
-        return self.capacity.share(fps, clock.monotonic_s(), steps)
-
-    def shares(self) -> list[float]:
-        """The share of the engine's time that each session takes; 0 for one that does not play."""
-        now_s = clock.monotonic_s()
-        return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self._sessions()]
 
     def refusal(self, demand: ViewerDemand, excluding: str | None = None) -> str:
         """Why a session of this demand cannot play beside all others but `excluding`, with adaptive ones at their
-        strictest limit; "" if it can."""
-        return self.capacity.refusal(self._least_shares(excluding), self._least_share(demand))
+        strictest limit; "" if it can.
+
+        The first session that takes anything always can: if the engine is too slow for it, its video is slower, and
+        says so.
+        """
+        taken, wanted = self._least_shares(excluding), self._least_share(demand)
+        if not taken or sum(taken) + wanted <= self.limit:
+            return ""
+        return (
+            f"The engine has no time for it: the sessions that play ({len(taken)}) take {sum(taken):.0%}, this one "
+            f"would take {wanted:.0%}, and {self.limit:.0%} is the most. End one, or ask for fewer steps or frames a "
+            "second."
+        )
+
+    def _fit(self, taken: Sequence[float]) -> int | None:
+        """How many sessions of the default kind have time beside those that take `taken`; None: not measured yet."""
+        if (wanted := self._least_share(self._default)) <= 0:
+            return None
+        return max(int((self.limit - sum(taken)) / wanted + 1e-9), 0 if taken else 1)
 
     def _least_shares(self, excluding: str | None = None) -> list[float]:
-        """The share of each session that plays, but `excluding`, at its strictest limit."""
+        """What each session that takes anything, but `excluding`, takes at its strictest limit."""
         now_s = clock.monotonic_s()
         others = [session.demand(now_s) for session in self._sessions() if session.id != excluding]
-        return [self._least_share(demand) for demand in others if demand.plays]
+        return [share for demand in others if demand.plays and (share := self._least_share(demand)) > 0]
 
     def _least_share(self, demand: ViewerDemand) -> float:
         return least_share(demand, self._ready.steps_known, self.share)
@@ -122,7 +166,8 @@ class EngineLoad:
     def restart(self, ready: Ready) -> None:
         """The engine was restarted. Mutates: self."""
         self._ready = ready
-        self.capacity.restart(ready.chunk_compute_s)
+        if ready.chunk_compute_s is not None:
+            self._start_work_s, self._latest = ready.chunk_compute_s, None
 
     def chunk(self, session: LiveSession, batch: FrameBatch) -> None:
         """Measure a session's slack by new frames, before they are pushed. Mutates: self."""
@@ -132,7 +177,7 @@ class EngineLoad:
 
     def measured(self, measured: LoadFigures) -> None:
         """Take a `LoadFigures` event of the engine. Mutates: self, the metrics."""
-        self.capacity.measured(measured.chunk_compute_s, clock.monotonic_s())
+        self._latest = measured.chunk_compute_s, clock.monotonic_s()
         self._changed.set()
         self.occupancy = measured.occupancy
         alone = dict(zip(measured.alone, measured.alone_forwards, strict=True))
@@ -153,9 +198,7 @@ class EngineLoad:
         """Update the load limits of adaptive sessions at every change and every second while the engine is `running`;
         until cancelled."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await self._changed.wait()
+            await wait_at_most(self._changed, _LOOK_S)
             self._changed.clear()
             if running():
                 await self._limit_sessions()
@@ -176,23 +219,13 @@ class EngineLoad:
                 await session.limit_to(limit)
 
 
-class EngineConnection(Protocol):
-    """The web process's end of the IPC socket to the engine."""
-
-    async def send(self, command: Command) -> None:
-        """Hand a command to the engine."""
-
-    def events(self) -> AsyncIterator[Event | Restarting]:
-        """The engine's events, until it ends; after `Restarting` those of a new engine, beginning with `Ready`."""
-
-
 class Manager:
     """The open sessions. While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
     def __init__(
         self,
         config: Config,
-        connection: EngineConnection,
+        connection: EngineSupervisor,
         ready: Ready,
         metrics: Metrics,
         keeper: SnapshotKeeper,
@@ -203,7 +236,7 @@ class Manager:
         self.engine = EngineStatus()
         self.draining = False
         self.ended = asyncio.Event()
-        self.on_end: Callable[[LiveSession, str], Awaitable[None]] | None = None
+        self.on_end: Callable[[LiveSession], Awaitable[None]] | None = None
         """Called when a session ends, before its threads do: closes the connections of its viewers."""
         self.on_event: Callable[[Event | Restarting], None] = lambda event: None
         """Called with every event of the engine, after the sessions have handled it."""
@@ -296,12 +329,12 @@ class Manager:
             RequestError: a field that the engine never takes; names it.
         """
         if not self.engine.running:
-            raise Unavailable(self.engine.code, self.engine.message(True), self.engine.retry_after_s)
+            raise self.engine.unavailable()
         if self.draining:
             raise Unavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self.load.refusal(ViewerDemand(steps, spec.fps, spec.adaptive)):
-            raise Unavailable("time", why, self.retry_after_s())
+        if (no_time := self._no_time(ViewerDemand(steps, spec.fps, spec.adaptive))) is not None:
+            raise no_time
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
@@ -365,13 +398,18 @@ class Manager:
     def retry_after_s(self) -> int:
         """In how many seconds another session may be opened, as far as is known."""
         now_s = clock.monotonic_s()
-        ends = [end[0] - now_s for session in self.sessions if (end := session.lifetime.end()) is not None]
+        ends = [ends_s - now_s for session in self.sessions if (ends_s := session.lifetime.ends_s) is not None]
         return math.ceil(max(SHORTEST_RETRY_S, min([*ends, LONGEST_RETRY_S])))
+
+    def _no_time(self, demand: ViewerDemand, excluding: str | None = None) -> Unavailable | None:
+        """See `EngineLoad.refusal`."""
+        why = self.load.refusal(demand, excluding)
+        return Unavailable("time", why, self.retry_after_s()) if why else None
 
     def _add(self, id: str, spec: StreamSpec) -> LiveSession:
         session = LiveSession(
             id, spec, self._config, self.ready, self._connection.send, self._metrics,
-            lambda demand: self.load.refusal(demand, excluding=id), lambda: self.load.occupancy,
+            lambda demand: self._no_time(demand, excluding=id), lambda: self.load.occupancy,
         )  # fmt: skip
         self._sessions[id] = session
         return session
@@ -384,7 +422,7 @@ class Manager:
         self._reopening.pop(session.id, None)
         self.keeper.forget(session.id)
         if self.on_end is not None:
-            await self.on_end(session, self._end_reasons.get(session.id, "refused"))
+            await self.on_end(session)
         await session.close()
 
     # ---- the video file of the configuration --------------------------------------------------------------------
@@ -401,11 +439,11 @@ class Manager:
         source.begin(_play_file(session, source, path))
         message = StrengthMessage(type="strength", strength=session.strength)
         try:
-            receipt = await session.control_and_wait(message, "file", INPUT_ANSWER_S)
-        except (ControlError, EngineFailure, StreamEnded, TimeoutError):
-            return  # the engine has ended, or hangs: the server says so, and `ask_open` tells the next one
-        if receipt.stage == "refused":
-            raise ConfigError(f"session.input: {receipt.reason}", field="session.input")
+            await session.control_and_wait(message, "file", INPUT_ANSWER_S)
+        except Problem as problem:
+            # Else the engine has ended, or hangs: the server says so, and `ask_open` tells the next one.
+            if problem.code == "refused":
+                raise ConfigError(f"session.input: {problem.detail}", field="session.input") from problem
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -452,9 +490,7 @@ class Manager:
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         for session in self.sessions:
             await session.close()
 
@@ -467,9 +503,8 @@ class Manager:
             for session in self.sessions:
                 with contextlib.suppress(EngineFailure):  # the reader of the engine's events hears of it
                     await session.send_active()
-                end = session.lifetime.end()
-                if end is not None and now_s >= end[0]:
-                    await self.end(session.id, end[1])
+                if now_s >= (session.lifetime.ends_s or math.inf):
+                    await self.end(session.id, "idle")
             await self._ask_waiting()
 
     async def _read_events(self) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from streamdiff import clock
 from streamdiff.engine.messages import InputUsed
 from streamdiff.errors import ConfigError
+from streamdiff.server.tasks import end_tasks
 from streamdiff.video.files import upright
 
 PIECE_FRAMES = 4
@@ -79,10 +80,7 @@ class VideoInput:
 
     async def close(self) -> None:
         """End the tasks."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*(task for task in self._tasks if task is not asyncio.current_task()))
 
     @property
     def holds(self) -> bool:

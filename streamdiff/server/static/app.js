@@ -107,6 +107,7 @@ function drawState(state) {
   drawSwitches(state.switches);
   drawSteps(state);
   setText($("playing"), state.text || state.prompt);
+  $("playing").title = state.text || state.prompt;
   video.setAttribute("aria-label", `Live video: ${state.text || state.prompt}`);
   view.size = { width: state.width, height: state.height };
   document.documentElement.style.setProperty("--ratio", state.width / state.height);
@@ -147,14 +148,12 @@ const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
 const MADE = ["prompt", "reset", "steps", "strength"];
 const PAST = { recache: ", past recached", "recache-causal": ", past recached", flush: ", past flushed", reset: ", restarted" };
-const quoted = (text) => (text.length > 60 ? `“${text.slice(0, 57)}…”` : `“${text}”`);
 
 function onReceipt(receipt) {
   if (receipt.kind === "control") steering.receipt(receipt);
   const request = asked.get(receipt.id);
   if (!request) return;
   const lag = performance.now() - request.at;
-  if (receipt.text) request.text = receipt.text; // what the model was given, which may differ from what was typed
   if (AT_ONCE.includes(request.kind) && receipt.stage === "accepted") {
     asked.delete(receipt.id);
     if (request.kind === "fps") drawReceipt(`Plays at ${receipt.fps ?? request.fps} frames per second.`, "shown");
@@ -167,7 +166,7 @@ function onReceipt(receipt) {
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
-    drawReceipt(request.kind === "reset" ? `Restarted after ${seconds(lag)}.` : `${quoted(request.text)} is on screen, after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
+    drawReceipt(request.kind === "reset" ? `Restarted after ${seconds(lag)}.` : `On screen after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
   } else if (receipt.stage === "superseded") {
     drawReceipt("A newer request took its place.", "superseded");
   } else if (receipt.stage === "refused") {
@@ -274,7 +273,7 @@ function ask(kind, body = {}) {
     drawReceipt("There is no connection right now; try again in a moment.");
     return;
   }
-  asked.set(id, { kind, at: performance.now(), text: body.prompt ?? "", fps: body.fps, steps: body.steps });
+  asked.set(id, { kind, at: performance.now(), fps: body.fps, steps: body.steps });
   if (MADE.includes(kind)) drawReceipt("Sent …");
 }
 
@@ -496,7 +495,11 @@ const camera = startCamera({
 const steering = startSteering(client, () => view.steers && client.connected, view);
 startMeasuring(client, view);
 startFolding();
-startRecording(video, (text) => drawReceipt(text));
+startRecording({
+  address: () => `api/sessions/${encodeURIComponent(view.session)}/clip`,
+  authorization: client.authorization,
+  told: (text) => drawReceipt(text),
+});
 startSharpening();
 const ideas = startSuggestions(() => view.prompt);
 openShared(client.authorization).then((refused) => {

@@ -1,59 +1,35 @@
-// Records what the page shows, from one press to the next, into a file of the browser's own: mp4 where it can, else WebM.
+// Saves the last seconds of the stream, which the server keeps while somebody watches, as a file of the visitor's own.
 
+import { refusal } from "./client.js";
 import { $ } from "./dom.js";
 
-const LONGEST_S = 60;
-const KINDS = ["video/mp4;codecs=avc1.42E01E", "video/mp4", "video/webm;codecs=vp9", "video/webm"];
+const [WIDTH, HEIGHT] = [190, 130]; // of the menu, at most
 
-/** Wires the button up; `told` is called with what the visitor reads. Hidden where the browser cannot record. */
-export function startRecording(video, told) {
-  const button = $("record");
-  const type = globalThis.MediaRecorder && KINDS.find((kind) => MediaRecorder.isTypeSupported(kind));
-  button.hidden = !type || !video.captureStream;
-  let recorder = null;
-  let timer = null;
-
-  function begin() {
-    const parts = [];
-    recorder = new MediaRecorder(video.captureStream(), { mimeType: type, videoBitsPerSecond: 6_000_000 });
-    recorder.ondataavailable = ({ data }) => data.size && parts.push(data);
-    recorder.onstop = () => save(parts);
-    recorder.start();
-    const startedAt = performance.now();
-    draw();
-    timer = setInterval(() => {
-      const seconds = Math.floor((performance.now() - startedAt) / 1000);
-      told(`Recording, ${seconds} s. Press again to save.`);
-      if (seconds >= LONGEST_S) end();
-    }, 1000);
-  }
-
-  function end() {
-    clearInterval(timer);
-    recorder.stop();
-    recorder = null;
-    draw();
-  }
-
-  function save(parts) {
-    const link = document.createElement("a");
-    const name = `streamdiff-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.${type.slice(6).split(";")[0]}`;
-    link.href = URL.createObjectURL(new Blob(parts, { type }));
-    link.download = name;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-    told(`Saved as ${name}.`);
-  }
-
-  function draw() {
-    button.setAttribute("aria-pressed", String(recorder !== null));
-    button.title = recorder ? "Save the recording (V)" : `Record up to ${LONGEST_S} seconds (V)`;
-  }
-
-  button.addEventListener("click", () => {
-    if (recorder) end();
-    else if (video.videoWidth) begin();
-    else told("There is no picture to record yet.");
+/** Wires the button and its menu up. `address()` is that of the session's clip; `told` is called with what the visitor
+ *  reads. */
+export function startRecording({ address, authorization, told }) {
+  const [button, menu] = [$("record"), $("record-menu")];
+  menu.addEventListener("beforetoggle", () => {
+    const { left, top, bottom } = button.getBoundingClientRect();
+    const x = Math.min(left, innerWidth - WIDTH);
+    menu.style.inset = top > HEIGHT ? `auto auto ${innerHeight - top + 6}px ${x}px` : `${bottom + 6}px auto auto ${x}px`;
   });
-  draw();
+  for (const choice of menu.children) choice.addEventListener("click", () => save(choice.value));
+
+  async function save(seconds) {
+    told(`Saving the last ${seconds} seconds …`);
+    try {
+      const answer = await fetch(`${address()}?seconds=${seconds}`, { headers: authorization });
+      if (!answer.ok) throw await refusal(answer);
+      const video = await answer.blob();
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(video);
+      link.download = `streamdiff-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.${video.type.slice(6)}`;
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+      told(`Saved as ${link.download}.`);
+    } catch (error) {
+      told(error instanceof TypeError ? "The server cannot be reached." : error.message);
+    }
+  }
 }

@@ -25,13 +25,12 @@ import aioice.ice
 import aioice.stun
 import aiortc
 import aiortc.rtcrtpsender
-import av
 from aiortc import RTCDtlsTransport, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
-from aiortc.codecs import CODECS, get_encoder
+from aiortc.codecs import CODECS
 from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
 from aiortc.rtcpeerconnection import find_common_codecs
 from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
-from aiortc.rtp import RTCP_RTPFB_NACK, RtcpRtpfbPacket
+from aiortc.rtp import RTCP_PSFB_APP, RTCP_RTPFB_NACK, RtcpPsfbPacket, RtcpRtpfbPacket, unpack_remb_fci
 from aiortc.sdp import MediaDescription
 
 from streamdiff import clock
@@ -76,34 +75,10 @@ CANCEL_ROUNDS = 50
 """Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
 good-bye and want a second one; those that wait for others take a few turns."""
 
-_ENCODER_ATTRIBUTE, _TRANSPORTS_ATTRIBUTE = "_RTCRtpSender__encoder", "_RTCPeerConnection__dtlsTransports"
+_TRANSPORTS_ATTRIBUTE = "_RTCPeerConnection__dtlsTransports"
 _DECODER_QUEUE, _DECODER_THREAD, _DECODER_ERROR = (
     f"_RTCRtpReceiver__decoder_{name}" for name in ("queue", "thread", "error")
 )
-
-
-class Packetizer:
-    """Splits encoded packets into RTP payloads and passes a viewer's bandwidth estimate on."""
-
-    def __init__(self, codec: Any, on_estimate: Callable[[int], None]) -> None:
-        self._packer: Any = get_encoder(codec)
-        self._on_estimate = on_estimate
-        self._estimate_bps = 0
-
-    def pack(self, packet: av.Packet[Any]) -> tuple[list[bytes], int]:
-        """RTP payloads of one encoded frame, and its timestamp on the 90 kHz clock."""
-        payloads, timestamp = self._packer.pack(packet)
-        return list(payloads), int(timestamp)
-
-    @property
-    def target_bitrate(self) -> int:
-        """The viewer's latest estimate in bit/s, 0 before the first one."""
-        return self._estimate_bps
-
-    @target_bitrate.setter
-    def target_bitrate(self, bitrate: int) -> None:
-        self._estimate_bps = bitrate
-        self._on_estimate(bitrate)
 
 
 def common_codecs(media: MediaDescription) -> list[Any]:
@@ -118,18 +93,13 @@ def negotiated_codec(transceiver: RTCRtpTransceiver) -> Any | None:
 
 def hook_sender(
     sender: RTCRtpSender,
-    codec: Any,
     on_key_request: Callable[[], None],
     on_estimate: Callable[[int], None],
     on_report: Callable[[], None],
     may_resend: Callable[[], bool],
 ) -> None:
-    """Make `sender` pack what its track hands out, and report PLI / FIR, REMB, and every RTCP packet of its peer;
-    `may_resend`, asked for every packet that the peer misses (NACK), decides whether that is sent again.
-
-    Mutates: sender.
-    """
-    setattr(sender, _ENCODER_ATTRIBUTE, Packetizer(codec, on_estimate))
+    """Make `sender` report PLI / FIR, REMB, and every RTCP packet of its peer; `may_resend`, asked for every packet
+    that the peer misses (NACK), decides whether that is sent again. Mutates: sender."""
     setattr(sender, "_send_keyframe", on_key_request)  # noqa: B010
     handle = sender._handle_rtcp_packet
 
@@ -138,6 +108,10 @@ def hook_sender(
         if isinstance(packet, RtcpRtpfbPacket) and packet.fmt == RTCP_RTPFB_NACK:
             packet.lost = [number for number in dict.fromkeys(packet.lost) if may_resend()]
         await handle(packet)
+        if isinstance(packet, RtcpPsfbPacket) and packet.fmt == RTCP_PSFB_APP:
+            bitrate_bps, sources = unpack_remb_fci(packet.fci)  # what it raises is of a packet that cannot be read
+            if sender._ssrc in sources:
+                on_estimate(bitrate_bps)
 
     setattr(sender, "_handle_rtcp_packet", listen)  # noqa: B010
 

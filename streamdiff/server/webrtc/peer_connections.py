@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -21,17 +21,17 @@ from aiortc import MediaStreamTrack, RTCConfiguration, RTCDataChannel, RTCPeerCo
 from aiortc.mediastreams import MediaStreamError
 
 from streamdiff import clock
-from streamdiff.errors import EngineFailure
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Codec
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, ControlError, StreamEnded, StrengthMessage
+from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, StreamEnded, StrengthMessage
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import INPUT_ANSWER_S
 from streamdiff.server.sessions.video_input import VideoInput
+from streamdiff.server.tasks import end_tasks
 from streamdiff.server.webrtc import aiortc_compat, sdp
 from streamdiff.server.webrtc.ice import IceServers, ports_are_in_use
 from streamdiff.server.webrtc.sender import VideoSender
@@ -122,13 +122,10 @@ class Peers(ABC, Generic[PeerT]):
             Problem: 404, 400, 422 for an ICE restart, 429.
         """
         peer = self.find(session_id, id, address)
-        try:
-            trickle = sdp.parse_trickle(fragment)
-        except sdp.SdpError as error:
-            raise Problem(400, str(error)) from error
-        if trickle.username is not None and trickle.username not in peer.offer.usernames:
+        username, candidates = sdp.parse_trickle(fragment)
+        if username is not None and username not in peer.offer.usernames:
             raise Problem(422, f"ICE restart is not supported: POST a new offer. This {self.whose} stays as it was.")
-        for candidate in trickle.candidates:
+        for candidate in candidates:
             if peer.candidates >= sdp.MAX_CANDIDATES:
                 return
             peer.candidates += 1
@@ -160,15 +157,11 @@ class Peers(ABC, Generic[PeerT]):
         try:
             yield
             if peer.session.closed:
-                raise ended(peer.session)
+                raise StreamEnded(peer.session.id)
         except BaseException:
             await peer.close()
             self._slots.release(peer.address)
             raise
-        self._register(peer)
-
-    def _register(self, peer: PeerT) -> None:
-        """Keep a peer that has its answer, and end it unless it connects in time. Mutates: self, peer."""
         self._peers[peer.id] = peer
         loop = asyncio.get_running_loop()
         peer.timeout = loop.call_later(CONNECT_TIMEOUT_S, self._end_soon, peer, "connect_timeout")
@@ -200,19 +193,6 @@ class Peers(ABC, Generic[PeerT]):
             task.add_done_callback(self._closing.discard)
 
 
-def checked_offer(text: str, role: sdp.Role, codecs: Sequence[str]) -> sdp.Offer:
-    """The offer of a peer, which has one of `codecs`.
-
-    Raises:
-        Problem: 400; where it is well formed, but cannot be met, 422, and 406 for a sender.
-    """
-    try:
-        return sdp.check_offer(text, role, codecs)
-    except sdp.SdpError as error:
-        status = 400 if not error.unsatisfiable else 422 if role == "viewer" else 406
-        raise Problem(status, str(error), code=error.code) from error
-
-
 async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) -> str:
     """The SDP answer to an offer; `answering` gives aiortc's.
 
@@ -226,18 +206,12 @@ async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) ->
         message = "The offer cannot be answered. Offer one video section, as browsers write it (JSEP, RFC 9429)."
         raise Problem(422, message, code="offer") from error
     if "\na=candidate:" not in answer:
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
         if ports_are_in_use():
             message = f"No UDP port is free for {purpose}: those of serve.udp_ports are in use."
-            raise Problem(503, message, headers, code="ports")
+            raise Unavailable("ports", message, RETRY_AFTER_S)
         logger.error("No UDP socket could be opened for %s: are there too many open files (ulimit -n)?", purpose)
-        raise Problem(503, f"The server could open no UDP socket for {purpose}.", headers, code="network")
+        raise Unavailable("network", f"The server could open no UDP socket for {purpose}.", RETRY_AFTER_S)
     return offer.complete(answer)
-
-
-def ended(session: LiveSession) -> Problem:
-    """The answer where a session has ended meanwhile."""
-    return Problem(410, f"The session {session.id!r} has ended.", code="ended")
 
 
 class DataChannelConnection(ControlConnection):
@@ -286,7 +260,7 @@ class Viewers(Peers[Viewer]):
     def __init__(self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: IceServers) -> None:
         super().__init__(slots, ice_servers)
         self._codecs, self._metrics = codecs, metrics
-        self._check_timer: asyncio.TimerHandle | None = None
+        self._checking = asyncio.create_task(self._check_viewers(), name="viewers")
 
     @property
     def count(self) -> int:
@@ -317,7 +291,7 @@ class Viewers(Peers[Viewer]):
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
         """
         wanted = self._wanted_codecs(codec)
-        checked = checked_offer(offer, "viewer", wanted)
+        checked = sdp.check_offer(offer, "viewer", wanted)
         refusal = self._slots.refusal(address)
         stale = self._stale_connection_of(client_id, address) if refusal is not None else None
         if refusal is not None and stale is None:
@@ -333,8 +307,6 @@ class Viewers(Peers[Viewer]):
             answer = await answered(checked, self._negotiate(viewer, wanted), "the video of one more viewer")
         self._ice.take_answer(ice, answer)
         logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
-        if self._check_timer is None:
-            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
         return viewer.id, answer
 
     async def stop(self) -> None:
@@ -342,8 +314,7 @@ class Viewers(Peers[Viewer]):
         for viewer in list(self._peers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
-        if self._check_timer is not None:
-            self._check_timer.cancel()
+        self._checking.cancel()
         await super().stop()
 
     # ---- one viewer's life --------------------------------------------------------------------------------------
@@ -367,14 +338,14 @@ class Viewers(Peers[Viewer]):
         await pc.setLocalDescription(await pc.createAnswer())
         return str(pc.localDescription.sdp)
 
-    def _check_viewers(self) -> None:
-        """Once a second, while there are viewers: end those that are stuck or silent."""
-        now_s = clock.monotonic_s()
-        for viewer in list(self._peers.values()):
-            if (fault := viewer.sender.fault(now_s)) is not None:
-                self._end_soon(viewer, fault)
-        loop = asyncio.get_running_loop()
-        self._check_timer = loop.call_later(CHECK_S, self._check_viewers) if self._peers else None
+    async def _check_viewers(self) -> None:
+        """Once a second end those that are stuck or silent."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now_s = clock.monotonic_s()
+            for viewer in list(self._peers.values()):
+                if (fault := viewer.sender.fault(now_s)) is not None:
+                    self._end_soon(viewer, fault)
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
         if channel.label != "control" or (viewer.channel is not None and viewer.channel.open):
@@ -409,13 +380,12 @@ class Viewers(Peers[Viewer]):
         """The oldest connection of `client_id` that is dead or never connected, and without which `address` may have a
         slot. Clients choose their ids, so one that still reports is left alone."""
         now_s = clock.monotonic_s()
-        same = (each for each in self._peers.values() if client_id is not None and each.client_id == client_id)
-        dead = (viewer for viewer in same if _is_dead(viewer, now_s))
-        return next((viewer for viewer in dead if self._slots.refusal(address, viewer.address) is None), None)
-
-
-def _is_dead(viewer: Viewer, now_s: float) -> bool:
-    return viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > STALE_S
+        for viewer in self._peers.values():
+            is_dead = viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > STALE_S
+            same = client_id is not None and viewer.client_id == client_id
+            if same and is_dead and self._slots.refusal(address, viewer.address) is None:
+                return viewer
+        return None
 
 
 def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
@@ -468,8 +438,7 @@ class Feeder(Peer):
     async def close(self) -> bool:
         await self.session.end_input(self.video_input)
         if self.receiving is not None:
-            self.receiving.cancel()
-            await asyncio.gather(self.receiving, return_exceptions=True)
+            await end_tasks(self.receiving)
         closed = await super().close()
         if self.queue is not None:
             await self.queue.join_decoder(CLOSE_S)
@@ -523,9 +492,9 @@ class Feeders(Peers[Feeder]):
 
         Raises:
             Problem: 400 or 406 for the offer; 422 where the model takes no video; 409, another feeds it; 410; 429 and
-                503 with Retry-After.
+                503 with Retry-After; 504.
         """
-        checked = checked_offer(offer, "sender", READ)
+        checked = sdp.check_offer(offer, "sender", READ)
         self._offers.check(address, "connections", clock.monotonic_s())
         silent = self._silent_of(session)
         if (refusal := self._slots.refusal(address, silent.address if silent else None)) is not None:
@@ -533,11 +502,8 @@ class Feeders(Peers[Feeder]):
         if silent is not None:
             await self._end(silent, "replaced")
         if session.closed:
-            raise ended(session)
-        try:
-            video_input = session.take_input("WHIP sender")
-        except ControlError as error:
-            raise Problem(409, str(error), code=error.code) from error
+            raise StreamEnded(session.id)
+        video_input = session.take_input("WHIP sender")
         ice = self._ice.to_ask()
         pc = RTCPeerConnection(RTCConfiguration(iceServers=ice))
         feeder = Feeder(session, pc, address, checked, video_input, ends_session)
@@ -546,9 +512,10 @@ class Feeders(Peers[Feeder]):
             answer = await answered(checked, answering, "one more connection")
             self._ice.take_answer(ice, answer)
             if session.closed:
-                raise ended(session)
+                raise StreamEnded(session.id)
             video_input.begin()  # first: whatever comes between, `end_input` tells the engine of the end
-            await _tell_engine(feeder, session.strength if strength is None else strength)
+            message = StrengthMessage(type="strength", strength=session.strength if strength is None else strength)
+            await session.control_and_wait(message, feeder.id, INPUT_ANSWER_S)
         video_input.end = lambda end: self._end(feeder, end)
         logger.info("Video comes in for session %s.", session.id, extra=log_fields(session=session.id))
         return feeder.id, answer
@@ -567,19 +534,6 @@ class Feeders(Peers[Feeder]):
         await feeder.close()
         if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout", "replaced"):
             await self._end_its_session(feeder.session.id, "input_ended")
-
-
-async def _tell_engine(feeder: Feeder, strength: float) -> None:
-    """Have the engine take the input. Raises Problem: 410, 422, 503."""
-    message = StrengthMessage(type="strength", strength=strength)
-    try:
-        receipt = await feeder.session.control_and_wait(message, feeder.id, INPUT_ANSWER_S)
-    except StreamEnded as error:
-        raise ended(feeder.session) from error
-    except (ControlError, EngineFailure, TimeoutError) as error:
-        raise Problem(503, str(error) or "The engine does not answer.", {"Retry-After": "2"}, code="engine") from error
-    if receipt.stage == "refused":
-        raise Problem(422, receipt.reason, code="refused", field=receipt.field)
 
 
 def with_start_bitrate(answer: str) -> str:

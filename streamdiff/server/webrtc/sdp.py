@@ -4,7 +4,8 @@ aiortc takes some broken offers, raises surprising errors for others, and has no
 only what was checked, and only the sections that it can answer. The repairs: `.local` candidates go (resolving one
 blocks for a second), TCP candidates and the end of candidates go, sections get the lines that they leave to the first
 one of their bundle, H.264 of any profile is called baseline, and the answer becomes DTLS-passive (aiortc as DTLS client
-cannot talk to a peer with an RSA certificate). Knows nothing about peer connections or HTTP.
+cannot talk to a peer with an RSA certificate). Knows nothing about peer connections; HTTP enters only as statuses
+of `Problem`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from aiortc import RTCIceCandidate
 from aiortc.sdp import MediaDescription, SessionDescription, candidate_from_sdp
 
+from streamdiff.server.problem import Problem
 from streamdiff.server.webrtc.aiortc_compat import OFFER_ERRORS, common_codecs
 
 MAX_SDP_BYTES = 64 * 1024
@@ -40,6 +42,7 @@ _OF_BUNDLE = ("ice-ufrag", "ice-pwd", "fingerprint", "setup", "rtcp-mux")
 """Attributes that JSEP writes once for a bundle, in its first section."""
 
 Role = Literal["viewer", "sender"]
+UNMET: dict[Role, int] = {"viewer": 422, "sender": 406}
 _DIRECTION_OF: dict[Role, str] = {"viewer": "recvonly", "sender": "sendonly"}
 _NAMES: dict[Role, dict[str, str]] = {
     "viewer": {"h264": "H.264 (baseline, main or high profile, packetization-mode=1)", "vp8": "VP8"},
@@ -51,19 +54,11 @@ wherever one of them can; libavcodec decodes all of them."""
 _BASELINE = "level-asymmetry-allowed=1;packetization-mode=1;profile-level-id=42e01f"
 
 
-class SdpError(ValueError):
-    """An offer that cannot be used. `unsatisfiable`: it is well formed, but asks for what a stream cannot give."""
+class SdpError(Problem):
+    """SDP that cannot be used: 400; where it is well formed, but asks for what a stream cannot give, UNMET."""
 
-    def __init__(self, message: str, *, unsatisfiable: bool = False, code: str = "offer") -> None:
-        super().__init__(message)
-        self.unsatisfiable, self.code = unsatisfiable, code
-
-
-class Trickle(NamedTuple):
-    """The contents of an SDP fragment. `candidates`: those that can be used here, each with its section's `sdpMid`."""
-
-    username: str | None
-    candidates: tuple[RTCIceCandidate, ...]
+    def __init__(self, message: str, status: int = 400, code: str = "offer") -> None:
+        super().__init__(status, message, code=code)
 
 
 _Section = list[str]
@@ -165,9 +160,9 @@ def without_unusable(answer: str) -> str:
     return "".join(f"{line}\r\n" for line in lines)
 
 
-def parse_trickle(text: str) -> Trickle:
-    """An SDP fragment (RFC 8840) from a viewer that sends candidates as it finds them. Lines that are no candidates are
-    left out where others are.
+def parse_trickle(text: str) -> tuple[str | None, list[RTCIceCandidate]]:
+    """The user name in an SDP fragment (RFC 8840) from a peer that sends candidates as it finds them, and those that
+    can be used here, each with its section's `sdpMid`. Lines that are no candidates are left out where others are.
 
     Raises:
         SdpError: it is no such fragment.
@@ -196,10 +191,10 @@ def parse_trickle(text: str) -> Trickle:
         raise wrong
     if not any(line.startswith(_FRAGMENT_LINES) for line in lines):
         raise SdpError("The fragment has no ICE line; send a=ice-ufrag, a=ice-pwd and a=candidate lines (RFC 8840).")
-    candidates = tuple(each for each in found if each is not None)
+    candidates = [each for each in found if each is not None]
     if len(candidates) > MAX_CANDIDATES:
         raise SdpError(f"The fragment has more than {MAX_CANDIDATES} candidates.")
-    return Trickle(username, candidates)
+    return username, candidates
 
 
 def _value(section: _Section, name: str) -> str | None:
@@ -400,16 +395,16 @@ def _taken_video(role: Role, media: Mapping[int, MediaDescription], codecs: Sequ
     videos = [number for number, each in media.items() if each.kind == "video"]
     if not videos:
         message = f"The offer has no video section; offer one with a={way} and another port than 0."
-        raise SdpError(message, unsatisfiable=True)
+        raise SdpError(message, UNMET[role])
     fitting = [number for number in videos if media[number].direction in (way, "sendrecv")]
     if not fitting:
         message = f"The offer's video is {media[videos[0]].direction}; a {role} offers it with a={way}."
-        raise SdpError(message, unsatisfiable=True)
+        raise SdpError(message, UNMET[role])
     for number in fitting:
         if _codecs(media[number]) & set(codecs):
             return number
     names = " or ".join(_NAMES[role][codec] for codec in codecs)
-    raise SdpError(f"The offer has no video codec that fits; offer {names}.", unsatisfiable=True, code="codec")
+    raise SdpError(f"The offer has no video codec that fits; offer {names}.", UNMET[role], "codec")
 
 
 def _check_sent(kinds: Sequence[str], sections: Sequence[_Section], media: Mapping[int, MediaDescription]) -> None:
@@ -418,13 +413,11 @@ def _check_sent(kinds: Sequence[str], sections: Sequence[_Section], media: Mappi
     for kind in ("audio", "video"):
         sent = sum(each.kind == kind and each.direction in ("sendonly", "sendrecv") for each in media.values())
         if sent > 1:
-            raise SdpError(
-                f"The offer sends {sent} tracks of {kind}; send one of each kind at most.", unsatisfiable=True
-            )
+            raise SdpError(f"The offer sends {sent} tracks of {kind}; send one of each kind at most.", UNMET["sender"])
     for kind, section in zip(kinds, sections, strict=True):
         if kind == "other" and "a=inactive" not in section:
             message = f"The offer's section {section[0][:60]!r} cannot be taken; send video, and sound if need be."
-            raise SdpError(message, unsatisfiable=True)
+            raise SdpError(message, UNMET["sender"])
 
 
 def _rejection(section: _Section) -> str:

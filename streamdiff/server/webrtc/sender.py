@@ -55,7 +55,6 @@ class VideoSender(MediaStreamTrack):
         self.sent = 0
         self._playback, self._metrics = playback, metrics
         self._key_requests = TokenBucket(KEY_REQUESTS_PER_S, KEY_REQUEST_BURST)
-        self._resends = TokenBucket(RESENT_PER_S, RESEND_BURST)
         self._queue = PacketQueue()
         self._available = asyncio.Event()
         self._idle = True  # aiortc waits for a packet
@@ -84,15 +83,16 @@ class VideoSender(MediaStreamTrack):
         self.codec = _codec_of(negotiated) if negotiated is not None else None
         if self.codec is None:
             return False
-        hooks = (self._key_requested, self._take_estimate, self._take_report, self._may_resend)
-        aiortc_compat.hook_sender(transceiver.sender, negotiated, *hooks)
+        resends = TokenBucket(RESENT_PER_S, RESEND_BURST)
+        hooks = (self._key_requested, self._take_estimate, self._take_report)
+        aiortc_compat.hook_sender(transceiver.sender, *hooks, lambda: resends.take(clock.monotonic_s()))
         return True
 
     async def close(self, limit_s: float) -> bool:
         """Detach, and close the connection; whether that took no longer than `limit_s`. Mutates: self."""
         self._closed = True
         if self.codec is not None:
-            self._playback.detach(self.codec, self)
+            self._playback.detach(self.codec, self.put)
         return await aiortc_compat.close(self.pc, limit_s)
 
     # ---- packets: from the fan-out, to aiortc ----------------------------------------------------------------------
@@ -112,7 +112,7 @@ class VideoSender(MediaStreamTrack):
         if self._started_s is None:
             self._started_s = clock.monotonic_s()
             if self.codec is not None and not self._closed:
-                self._playback.attach(self.codec, self)
+                self._playback.attach(self.codec, self.put, self.line_bps)
         while self.readyState == "live":
             encoded = self._queue.get()
             if encoded is not None:
@@ -175,9 +175,6 @@ class VideoSender(MediaStreamTrack):
             (metrics.keyframe_requests if is_met else metrics.keyframe_requests_refused).inc()
         if is_met:
             self.request_key()
-
-    def _may_resend(self) -> bool:
-        return self._resends.take(clock.monotonic_s())
 
     def _take_estimate(self, bitrate_bps: int) -> None:
         if self._metrics is not None:

@@ -24,7 +24,7 @@ from tests.engine.painted import checksum
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 MODULE = "tests.engine.painted"
 ROOT = Path(__file__).resolve().parents[3]
 

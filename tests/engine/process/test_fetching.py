@@ -16,7 +16,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from tests.hub_server import Hub, running
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 WEIGHTS = "checkpoints/self_forcing_dmd.pt"
 VAE = "Wan2.1_VAE.pth"
 SIZES = {

@@ -15,6 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamdiff.core import Control
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Closed, Failed, FrameBatch, SetPaused, SetPrompt, Shown
 from streamdiff.engine.process.ipc import (
@@ -28,10 +29,11 @@ from streamdiff.engine.process.ipc import (
 )
 from streamdiff.errors import EngineFailure
 
-LIMIT_S = 20.0
+LIMIT_S = 240.0
 PICTURES = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
 READY = messages.Ready(
     "tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", (4, 2), "keep", (7, 96), examples=("one", "two"),
+    controls=(Control("x", keys=("KeyA", "KeyD")), Control("jump", "button")),
     suggestions=(("one", "two"), ("three", "four")), vocabulary="words", chunk_compute_s=0.2, max_sessions=7,
 )  # fmt: skip
 MESSAGES = [
@@ -61,6 +63,8 @@ MESSAGES = [
     messages.Reset("a", 7, "r2", PICTURES[1:]),
     messages.Open("a", "", snapshot=b"file"),
     messages.SetInput("a", None),
+    messages.SetControls("a", {"x": -0.5, "jump": 1.0}, "r5"),
+    messages.ControlsApplied("a", ("r5",), 3, 36),
     messages.InputFrames("a", PICTURES),
     messages.InputUsed("a", 0.5, 24, 12, "why"),
     messages.Save("a", "r4"),

@@ -11,7 +11,7 @@ import pytest
 
 from streamdiff.engine.process.ipc import make_pipe, wake
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 ROOT = Path(__file__).resolve().parents[3]
 # Says on standard output when the module is imported, and when it was told.
 WAITS = """

@@ -25,7 +25,7 @@ from streamdiff.errors import EngineFailure
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 class NoSpare(EngineProcess):

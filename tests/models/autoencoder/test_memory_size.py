@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.memory_size import wan_decoder
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoAutoencoder
 from streamdiff.models.autoencoder.taehv import TaehvConfig
-from streamdiff.models.autoencoder.wan import WanDecoder
+from streamdiff.models.autoencoder.wan import WanAutoencoder
 from streamdiff.pipeline.planner.memory import stage_memory
 from streamdiff.pipeline.planner.model_sizes import entry_sizes
 from streamdiff.session_state import walk
@@ -31,7 +31,7 @@ WAN: dict[str, dict[str, object]] = {
 TAEHV = {"small": AUTOENCODER, "published": replace(TaehvConfig(), latent_channels=4, decoder_widths=(16, 8, 4, 4))}
 
 
-def held(decoder: VideoDecoder, channels: int) -> int:
+def held(decoder: VideoAutoencoder, channels: int) -> int:
     """Bytes in the memory of a stream that runs."""
     memory = decoder.new_memory()
     for frames in (1, 1, 2):
@@ -44,7 +44,7 @@ def held(decoder: VideoDecoder, channels: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", WAN)
 def test_wan(kind: str, dtype: torch.dtype) -> None:
-    decoder = WanDecoder(small_wan_autoencoder(**WAN[kind]).to(dtype))
+    decoder = WanAutoencoder(small_wan_autoencoder(**WAN[kind]).to(dtype))
     assert decoder.stream_bytes(HEIGHT, WIDTH) == held(decoder, 16)
 
 
@@ -58,7 +58,7 @@ def test_taehv(kind: str) -> None:
 @pytest.mark.parametrize("kind", WAN)
 def test_a_wan_decoders_weights_and_operations(kind: str) -> None:
     network = small_wan_autoencoder(**WAN[kind])
-    decoder, counted = WanDecoder(network), wan_decoder(network.config, HEIGHT, WIDTH)
+    decoder, counted = WanAutoencoder(network), wan_decoder(network.config, HEIGHT, WIDTH)
     half = (network.decoder, network.post_quant_conv)
     assert counted.weights == sum(each.numel() for part in half for each in part.parameters())
     assert counted.flops == pytest.approx(operations(decoder, 16), rel=1e-6)
@@ -73,7 +73,7 @@ def test_a_small_decoders_weights(kind: str) -> None:
     assert counted.flops == operations(decoder, 4)
 
 
-def operations(decoder: VideoDecoder, channels: int) -> int:
+def operations(decoder: VideoAutoencoder, channels: int) -> int:
     """Of a running stream's next latent frame."""
     memory = decoder.new_memory()
     latents = torch.zeros(1, channels, 1, HEIGHT, WIDTH)
@@ -92,7 +92,7 @@ def test_a_call_takes_the_memory_that_is_counted(kind: str, latents: int) -> Non
     if kind == "wan":
         network = small_wan_autoencoder(base_dim=16, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True])
         counted = wan_decoder(network.config, height, width)
-        decoder: VideoDecoder = WanDecoder(network.to(torch.bfloat16))
+        decoder: VideoAutoencoder = WanAutoencoder(network.to(torch.bfloat16))
     else:
         counted = TaehvConfig(4).decoder(height, width)
         network = small_autoencoder(0, TaehvConfig(4)).to(torch.bfloat16)

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import build, load_decoder, load_encoder
+from streamdiff.models.autoencoder.autoencoder import build, load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
-from streamdiff.models.autoencoder.taehv import TAEHV, LatentSpace, TaehvConfig, TaehvDecoder, TaehvEncoder, space_of
+from streamdiff.models.autoencoder.taehv import TAEHV, LatentSpace, TaehvAutoencoder, TaehvConfig, space_of
+from streamdiff.models.autoencoder.wan import Half
 from tests.small import CPU
 
 pytestmark = pytest.mark.slow
@@ -54,12 +55,10 @@ def space(request: pytest.FixtureRequest) -> LatentSpace:
     return given
 
 
-def decoder(weights: dict[str, Tensor], space: LatentSpace = "normalised") -> TaehvDecoder:
-    return TaehvDecoder(*build(Path("x.pth"), weights, None, "decoder", space, CPU, torch.float32))
-
-
-def encoder(weights: dict[str, Tensor], space: LatentSpace = "normalised") -> TaehvEncoder:
-    return TaehvEncoder(*build(Path("x.pth"), weights, None, "encoder", space, CPU, torch.float32))
+def loaded(weights: dict[str, Tensor], half: Half, space: LatentSpace = "normalised") -> TaehvAutoencoder:
+    network = build(Path("x.pth"), weights, None, half, space, CPU, torch.float32)
+    assert isinstance(network, TaehvAutoencoder)
+    return network
 
 
 def latents_of() -> Tensor:
@@ -117,7 +116,7 @@ def undo(latents: Tensor, space: LatentSpace) -> Tensor:
 def test_decoding_is_the_published_networks(weights: dict[str, Tensor], space: LatentSpace) -> None:
     latents = latents_of()
     expected = plain_decode(weights, undo(latents[0], space).transpose(0, 1)).transpose(0, 1)[None] * 2 - 1
-    half = decoder(weights, space)
+    half = loaded(weights, "decoder", space)
     assert (half.normalisation is not None) == (space == "raw")
     video = half.decode_video(latents, half.new_memory())
     assert video.shape == (1, 3, 1 + 4 * (LATENTS - 1), 16, 24)
@@ -127,8 +126,8 @@ def test_decoding_is_the_published_networks(weights: dict[str, Tensor], space: L
 
 @pytest.mark.parametrize("frames", [1, 4, 9])
 def test_encoding_is_the_published_networks(weights: dict[str, Tensor], space: LatentSpace, frames: int) -> None:
-    video, half = video_of(frames), encoder(weights, space)
-    memory = half.new_memory()
+    video, half = video_of(frames), loaded(weights, "encoder", space)
+    memory = half.new_encode_memory()
     parts = [half.encode(video, memory), half.finish(memory)]
     latents = torch.cat([part for part in parts if part is not None], 2)
     expected = plain_encode(weights, (video[0].transpose(0, 1) + 1) / 2).transpose(0, 1)
@@ -139,11 +138,11 @@ def test_encoding_is_the_published_networks(weights: dict[str, Tensor], space: L
 @settings(max_examples=10)
 @given(st.sets(st.integers(1, 8)))
 def test_encoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
-    half, video = encoder(random_weights(), "raw"), video_of(9)
+    half, video = loaded(random_weights(), "encoder", "raw"), video_of(9)
     bounds = [0, *sorted(cuts), 9]
     results = []
     for edges in (bounds, [0, 9]):
-        memory = half.new_memory()
+        memory = half.new_encode_memory()
         parts: list[Tensor | None] = [half.encode(video[:, :, begin:end], memory) for begin, end in pairwise(edges)]
         parts.append(half.finish(memory))
         results.append(torch.cat([part for part in parts if part is not None], 2))
@@ -159,24 +158,24 @@ def test_published_names_say_which_latents_they_take(tmp_path: Path, weights: di
         torch.save(stored, path)
     else:
         save_file(stored, path)
-    half = load_decoder(path, CPU)
-    assert isinstance(half, TaehvDecoder)
+    half = load_autoencoder(path, "decoder", CPU)
+    assert isinstance(half, TaehvAutoencoder)
     assert (half.normalisation is not None) == name.startswith("light")
     assert (half.latent_channels, half.spatial, half.temporal) == (16, 8, 4)
     for key, tensor in half.autoencoder.state_dict().items():
         assert torch.equal(tensor, stored[key].float()), key
-    assert isinstance(load_encoder(path, CPU), TaehvEncoder)
+    assert isinstance(load_autoencoder(path, "encoder", CPU), TaehvAutoencoder)
 
 
 def test_another_name_has_to_be_told(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     path = tmp_path / "mine.pth"
     torch.save(weights, path)
     with pytest.raises(ConfigError):
-        load_decoder(path, CPU)
+        load_autoencoder(path, "decoder", CPU)
     with pytest.raises(ConfigError):
-        load_decoder(path, CPU, latent_space="other")
-    half = load_decoder(path, CPU, latent_space="raw")
-    assert isinstance(half, TaehvDecoder) and half.normalisation is not None
+        load_autoencoder(path, "decoder", CPU, latent_space="other")
+    half = load_autoencoder(path, "decoder", CPU, latent_space="raw")
+    assert isinstance(half, TaehvAutoencoder) and half.normalisation is not None
     assert space_of(Path("lighttaew2_1.pth"), "normalised") == "normalised", "what is said wins over the name"
 
 
@@ -184,10 +183,10 @@ def test_other_channels_and_patches_come_from_the_shapes(tmp_path: Path) -> None
     """That of Wan2.2's 5B model: 48 channels, 2 x 2 pixels in a patch."""
     stored = TAEHV(TaehvConfig(latent_channels=48, patch_size=2)).state_dict()
     torch.save(stored, tmp_path / "taew2_2.pth")
-    half = load_decoder(tmp_path / "taew2_2.pth", CPU)
+    half = load_autoencoder(tmp_path / "taew2_2.pth", "decoder", CPU)
     assert (half.latent_channels, half.spatial, half.temporal) == (48, 16, 4)
     with pytest.raises(ConfigError):
-        load_decoder(tmp_path / "taew2_2.pth", CPU, latent_space="raw")
+        load_autoencoder(tmp_path / "taew2_2.pth", "decoder", CPU, latent_space="raw")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -197,10 +196,10 @@ def test_a_file_may_have_the_decoder_alone(tmp_path: Path, weights: dict[str, Te
         torch.save(alone, path)
     else:
         save_file(alone, path)
-    half, whole, latents = load_decoder(path, CPU), decoder(weights), latents_of()
+    half, whole, latents = load_autoencoder(path, "decoder", CPU), loaded(weights, "decoder"), latents_of()
     assert torch.equal(half.decode_video(latents, half.new_memory()), whole.decode_video(latents, whole.new_memory()))
     with pytest.raises(ConfigError):
-        load_encoder(path, CPU)
+        load_autoencoder(path, "encoder", CPU)
 
 
 @pytest.mark.parametrize(
@@ -221,14 +220,14 @@ def test_what_is_wrong_with_the_tensors_is_listed(
     change(stored)
     torch.save(stored, tmp_path / "taew2_1.pth")
     with pytest.raises(ConfigError):
-        load_decoder(tmp_path / "taew2_1.pth", CPU)
+        load_autoencoder(tmp_path / "taew2_1.pth", "decoder", CPU)
 
 
 def test_frames_of_another_shape_are_refused(weights: dict[str, Tensor]) -> None:
-    half = encoder(weights)
+    half = loaded(weights, "encoder")
     with pytest.raises(ValueError):
-        half.encode(torch.zeros(1, 4, 1, 8, 8), half.new_memory())
+        half.encode(torch.zeros(1, 4, 1, 8, 8), half.new_encode_memory())
     with pytest.raises(ValueError):
-        half.encode(torch.zeros(1, 3, 1, 8, 12), half.new_memory())
+        half.encode(torch.zeros(1, 3, 1, 8, 12), half.new_encode_memory())
     with pytest.raises(ConfigError):
         half.latents_of(0)

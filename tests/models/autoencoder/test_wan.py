@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder, WanMemory
+from streamdiff.models.autoencoder.wan import WanAutoencoder, WanMemory
 from streamdiff.session_state import walk
 from tests.small_vae import relative_error, small_wan_autoencoder
 
@@ -69,14 +69,14 @@ def whole_encode(autoencoder: AutoencoderKLWan, video: Tensor) -> Tensor:
 @pytest.mark.parametrize("pieces", [[1] * 6, [4, 2], [6], [2, 1, 1, 2]], ids=str)
 def test_decoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int]) -> None:
     autoencoder = KINDS[kind]
-    raw, decoder, memory = raw_of(autoencoder), WanDecoder(autoencoder), WanMemory()
+    raw, decoder, memory = raw_of(autoencoder), WanAutoencoder(autoencoder), WanMemory()
     parts = [decoder.decode_raw(piece, memory) for piece in raw.split(pieces, 2)]
     assert [part.shape[2] for part in parts] == [4 * pieces[0] - 3, *(4 * count for count in pieces[1:])]
     assert relative_error(torch.cat(parts, 2), whole_decode(autoencoder, raw)) <= TOLERANCE
 
 
 def test_a_call_is_one_step_but_for_a_streams_first_latent_frame() -> None:
-    decoder, memory, raw = WanDecoder(WAN), WanMemory(), raw_of(WAN)
+    decoder, memory, raw = WanAutoencoder(WAN), WanMemory(), raw_of(WAN)
     assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [1, LATENTS - 1]
     decoder.decode_raw(raw[:, :, :1], memory)
     assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [LATENTS]
@@ -92,7 +92,7 @@ class NoWords(TorchFunctionMode):
 
 @kinds
 def test_a_step_compares_no_tensor_with_a_word(kind: str) -> None:
-    decoder, memory = WanDecoder(KINDS[kind]), WanMemory()
+    decoder, memory = WanAutoencoder(KINDS[kind]), WanMemory()
     with NoWords():
         for piece in raw_of(KINDS[kind]).split(2, 2):
             decoder.decode_raw(piece, memory)
@@ -102,7 +102,7 @@ def test_a_step_compares_no_tensor_with_a_word(kind: str) -> None:
 @pytest.mark.parametrize("pieces", [[1, 4, 4, 4, 4, 4], [1] * 21, [21], [2, 3, 7, 9]], ids=str)
 def test_encoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int]) -> None:
     autoencoder = KINDS[kind]
-    video, encoder, memory = video_of(autoencoder), WanEncoder(autoencoder), WanMemory()
+    video, encoder, memory = video_of(autoencoder), WanAutoencoder(autoencoder), WanMemory()
     parts = [encoder.encode_raw(piece, memory) for piece in video.split(pieces, 2)]
     assert encoder.finish(memory) is None
     assert relative_error(torch.cat(parts, 2), whole_encode(autoencoder, video)) <= TOLERANCE
@@ -110,7 +110,7 @@ def test_encoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int])
 
 def test_streams_and_whole_clips_in_turn_do_not_disturb_each_other() -> None:
     """One set of weights; three streams, two of them decoding, and diffusers' own calls between."""
-    decoder, encoder = WanDecoder(WAN), WanEncoder(WAN)
+    decoder, encoder = WanAutoencoder(WAN), WanAutoencoder(WAN)
     one, two, video = raw_of(WAN, seed=3), raw_of(WAN, seed=4), video_of(WAN)
     wanted = whole_decode(WAN, one), whole_decode(WAN, two), whole_encode(WAN, video)
     memories, parts = (WanMemory(), WanMemory(), WanMemory()), ([], [], [])  # type: ignore[var-annotated]
@@ -125,7 +125,7 @@ def test_streams_and_whole_clips_in_turn_do_not_disturb_each_other() -> None:
 
 
 def test_normalised_latents_are_those_that_the_transformer_makes() -> None:
-    decoder, encoder = WanDecoder(WAN), WanEncoder(WAN)
+    decoder, encoder = WanAutoencoder(WAN), WanAutoencoder(WAN)
     mean, std = (torch.tensor(WAN.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
     raw, video = raw_of(WAN), video_of(WAN)
     decoded = decoder.decode_video((raw - mean) / std, WanMemory())
@@ -135,7 +135,7 @@ def test_normalised_latents_are_those_that_the_transformer_makes() -> None:
 
 
 def test_memory_does_not_grow_with_the_stream() -> None:
-    decoder, encoder, memories = WanDecoder(WAN), WanEncoder(WAN), (WanMemory(), WanMemory())
+    decoder, encoder, memories = WanAutoencoder(WAN), WanAutoencoder(WAN), (WanMemory(), WanMemory())
     raw, video = raw_of(WAN), video_of(WAN)
     sizes = set()
     for piece, frames in zip(raw.split(2, 2), (video[:, :, :5], video[:, :, 5:13], video[:, :, 13:]), strict=True):
@@ -151,7 +151,7 @@ def test_memory_does_not_grow_with_the_stream() -> None:
     "shape", [(1, 16, 1, 2, 4), (2, 16, 1, 2, 3), (1, 15, 1, 2, 3), (1, 16, 0, 2, 3), (16, 1, 2, 3)]
 )
 def test_a_piece_that_does_not_fit_is_refused_and_changes_nothing(shape: tuple[int, ...]) -> None:
-    decoder, raw, memory = WanDecoder(WAN), raw_of(WAN), WanMemory()
+    decoder, raw, memory = WanAutoencoder(WAN), raw_of(WAN), WanMemory()
     first = decoder.decode_raw(raw[:, :, :2], memory)
     with pytest.raises(ValueError):
         decoder.decode_raw(torch.zeros(shape), memory)
@@ -161,7 +161,7 @@ def test_a_piece_that_does_not_fit_is_refused_and_changes_nothing(shape: tuple[i
 
 def test_a_call_that_fails_half_way_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     autoencoder = small_wan_autoencoder()
-    decoder, raw, memory = WanDecoder(autoencoder), raw_of(autoencoder), WanMemory()
+    decoder, raw, memory = WanAutoencoder(autoencoder), raw_of(autoencoder), WanMemory()
     first = decoder.decode_raw(raw[:, :, :2], memory)
     with monkeypatch.context() as patch:
 
@@ -176,7 +176,7 @@ def test_a_call_that_fails_half_way_leaves_the_stream_as_it_was(monkeypatch: pyt
 
 
 def test_frames_that_make_no_group_wait_and_are_told_at_the_end() -> None:
-    encoder, video, memory = WanEncoder(WAN), video_of(WAN), WanMemory()
+    encoder, video, memory = WanAutoencoder(WAN), video_of(WAN), WanMemory()
     assert encoder.encode_raw(video[:, :, :1], memory).shape == (1, 16, 1, 2, 1)
     assert encoder.encode_raw(video[:, :, 1:4], memory).shape == (1, 16, 0, 2, 1)
     with pytest.raises(ConfigError):
@@ -187,7 +187,7 @@ def test_frames_that_make_no_group_wait_and_are_told_at_the_end() -> None:
 
 def test_frames_that_wait_are_the_streams_own() -> None:
     """The caller's buffer, here the same for every frame, may be used again at once, and is not kept alive."""
-    encoder, video, memory = WanEncoder(WAN), video_of(WAN), WanMemory()
+    encoder, video, memory = WanAutoencoder(WAN), video_of(WAN), WanMemory()
     buffer, parts = torch.empty(1, 3, 2, 16, 8), []
     for number in range(FRAMES):
         buffer[:, :, :1] = video[:, :, number : number + 1]

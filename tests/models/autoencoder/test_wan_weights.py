@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import build
-from streamdiff.models.autoencoder.wan import WAN_CLASS, Half, to_diffusers
+from streamdiff.models.autoencoder.wan import WAN_CLASS, Half, WanAutoencoder, to_diffusers
 from streamdiff.models.checkpoint import read_tensors
 from streamdiff.models.transformer.weights import FILE
 from tests.small import CPU
@@ -32,9 +32,9 @@ def load(path: Path, half: Half, device: torch.device, dtype: torch.dtype) -> Au
     beside = (path if path.is_dir() else path.parent) / "config.json"
     config = json.loads(beside.read_text()) if beside.is_file() else {}
     own = config if config.get("_class_name") == WAN_CLASS else None
-    made, _ = build(path, read_tensors(path / FILE if path.is_dir() else path), own, half, None, device, dtype)
-    assert isinstance(made, AutoencoderKLWan)
-    return made
+    made = build(path, read_tensors(path / FILE if path.is_dir() else path), own, half, None, device, dtype)
+    assert isinstance(made, WanAutoencoder)
+    return made.autoencoder
 
 
 LAYOUTS: dict[str, Callable[[AutoencoderKLWan], dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from tests.models.text_encoder import umt5
 
 LENGTH = 24
 PROMPT = "a red fox trots through fresh snow"
-PUBLISHED = dict(wan_text._ORIGINAL["config"])
+PUBLISHED = dict(wan_text._UMT5["config"])
 
 
 @pytest.fixture(scope="module")

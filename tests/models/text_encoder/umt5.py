@@ -50,8 +50,8 @@ def write(folder: Path, seed: int = 0, width: int = WIDTH, max_distance: int = 1
 
 def take_for_the_published_one(encoder: UMT5EncoderModel, patch: pytest.MonkeyPatch) -> None:
     """Let a file in original names be as large as `encoder`. Mutates: patch."""
-    sizes = {name: getattr(encoder.config, name) for name in text_encoder._ORIGINAL["config"]}
-    patch.setitem(text_encoder._ORIGINAL, "config", sizes)
+    sizes = {name: getattr(encoder.config, name) for name in text_encoder._UMT5["config"]}
+    patch.setitem(text_encoder._UMT5, "config", sizes)
 
 
 def write_original(folder: Path, source: Path, encoder: UMT5EncoderModel) -> Path:

@@ -11,7 +11,7 @@ import torch
 
 from streamdiff.core import Control
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.tiny import model, prompts
 from streamdiff.models.tiny.model import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
@@ -60,7 +60,8 @@ def test_a_saved_stream_goes_on_on_a_cpu_that_decodes_in_another_dtype(first: to
     """And shows what it would have shown, but for the last bits of bfloat16."""
     latents = torch.randn(2, 1, 16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     kinds = [
-        PictureDecoder(load_decoder(model.WEIGHTS / "vae", CPU, dtype)) for dtype in (torch.float32, torch.bfloat16)
+        PictureDecoder(load_autoencoder(model.WEIGHTS / "vae", "decoder", CPU, dtype))
+        for dtype in (torch.float32, torch.bfloat16)
     ]
     here, there = kinds if first == torch.float32 else kinds[::-1]
     memory, other = here.new_memory(), there.new_memory()

@@ -12,9 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.models.transformer import varlen_attention
-from streamdiff.models.transformer.attention_backend import AttentionShape, attention_over_segments
-from streamdiff.models.transformer.varlen_attention import PagedTrial, paged, row_by_row, try_paged
+from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer.attention_backend import (
+    AttendPaged,
+    AttentionShape,
+    attention_over_segments,
+    paged,
+    row_by_row,
+    try_paged,
+)
 
 CPU = torch.device("cpu")
 SHAPE, FRAME = AttentionShape(2, 8, queries=12, keys=72), 12
@@ -45,7 +51,7 @@ def test_pages_of_a_frame_and_parts_of_it_are_what_each_row_sees(page: int, monk
     assert torch.allclose(got, row_by_row(ATTEND, query, key, value, seen), atol=1e-6)
 
 
-def tried(kernel: Callable[..., Tensor], seconds: dict[str, float]) -> PagedTrial:
+def tried(kernel: Callable[..., Tensor], seconds: dict[str, float]) -> tuple[AttendPaged | None, str]:
     """The trial as on CUDA, with times by the name of what is called."""
 
     def stopwatch(call: partial[Tensor], _: torch.device) -> float:
@@ -70,24 +76,24 @@ def refusing(page: int, *_: Tensor) -> Tensor:
 
 def test_a_right_kernel_that_is_faster_is_taken() -> None:
     found = tried(right, {"alone": 1.0, "pages of 12": 0.5})
-    assert found.attend is not None and "by varlen_attn; tried with 3 rows" in found.report
-    assert tried(right, {"alone": 1.0, "pages of 12": 0.98}).attend is None, "that is noise"
+    assert found[0] is not None and "by varlen_attn; tried with 3 rows" in found[1]
+    assert tried(right, {"alone": 1.0, "pages of 12": 0.98})[0] is None, "that is noise"
 
 
 @pytest.mark.parametrize(("kernel", "told"), [(wrong, "is wrong here: off by"), (refusing, "no multiple of 256")])
 def test_one_that_is_wrong_or_cannot_run_is_not(kernel: Callable[..., Tensor], told: str) -> None:
     found = tried(kernel, {"alone": 1.0, "pages of 12": 0.1})
-    assert found.attend is None and told in found.report and found.report.startswith("row by row; ")
+    assert found[0] is None and told in found[1] and found[1].startswith("row by row; ")
 
 
 def test_large_frames_are_also_tried_in_parts() -> None:
-    assert varlen_attention._pages(1560) == (1560, 195)
-    assert varlen_attention._pages(64) == (64,)
+    assert attention_backend._pages(1560) == (1560, 195)
+    assert attention_backend._pages(64) == (64,)
 
 
 def test_a_cpu_tries_nothing() -> None:
     found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32)
-    assert found == PagedTrial(None, "row by row: varlen_attn is for CUDA, and the device is cpu")
+    assert found == (None, "row by row: varlen_attn is for CUDA, and the device is cpu")
 
 
 def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> None:
@@ -96,4 +102,4 @@ def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, refusing, short)
-    assert found.attend is None and found.report.startswith("row by row: the trial cannot run here")
+    assert found[0] is None and found[1].startswith("row by row: the trial cannot run here")

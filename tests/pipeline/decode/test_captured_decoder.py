@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.picture_decoder import DecoderState, PictureDecoder, VideoDecoder
+from streamdiff.models.autoencoder.picture_decoder import DecoderState, PictureDecoder, VideoAutoencoder
 from streamdiff.pipeline.runner.graphs import CapturedStep, one_graph
 from tests.pipeline.decode.test_compiled_decoder import taehv, wan
 
@@ -65,7 +65,7 @@ def nothing_compiled() -> Iterator[None]:
 @torch.inference_mode()
 @pytest.mark.parametrize("parts", [taehv, wan])
 def test_streams_that_take_turns_get_the_plain_decoders_pictures(
-    parts: Callable[[], tuple[VideoDecoder, tuple[int, ...], int]],
+    parts: Callable[[], tuple[VideoAutoencoder, tuple[int, ...], int]],
 ) -> None:
     graphs = StandIns()
     plain, shape, _ = parts()

@@ -16,9 +16,7 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import (
     DecodeWorker,
     Decoding,
-    LocalDecoding,
     Piece,
-    RemoteDecoding,
     latents_layout,
     pictures_layout,
 )
@@ -29,13 +27,13 @@ from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, smal
 
 MODEL = small_model(2)
 SPEC = MODEL.spec
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 Wake = Callable[[], None]
 
 
 def local(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterator[Decoding]:
     assert MODEL.decoder is not None
-    decoding = LocalDecoding(MODEL.decoder, deliver, wake, at_once=at_once)
+    decoding = Decoding.here(MODEL.decoder, deliver, wake, at_once=at_once)
     yield decoding
     decoding.close()
 
@@ -47,7 +45,7 @@ def remote(deliver: Callable[[Piece], None], wake: Wake, at_once: int) -> Iterat
     exchange = LocalExchange()
     worker = threading.Thread(target=DecodeWorker(MODEL.decoder, there, back, at_once=at_once, exchange=exchange).run)
     worker.start()
-    decoding = RemoteDecoding(there, back, SPEC, deliver, wake, exchange)
+    decoding = Decoding.elsewhere(there, back, deliver, wake, exchange)
     yield decoding
     decoding.close()
     worker.join(LIMIT_S)
@@ -143,7 +141,7 @@ class Broken:
 def test_what_one_stream_alone_meets_is_told_and_a_fault_of_the_program_raised_where_the_head_looks() -> None:
     woken, heard = threading.Event(), Heard()
     decoder = Broken(MemoryError("no memory for this stream"))
-    decoding = LocalDecoding(decoder, heard.pieces.put, woken.set)  # type: ignore[arg-type]
+    decoding = Decoding.here(decoder, heard.pieces.put, woken.set)  # type: ignore[arg-type]
     decoding.submit(0, 0, latents(0))
     assert heard.pieces.get(timeout=LIMIT_S).fault.endswith("MemoryError: no memory for this stream")
     assert not woken.is_set()
@@ -158,7 +156,7 @@ def test_what_one_stream_alone_meets_is_told_and_a_fault_of_the_program_raised_w
 def test_a_decoding_rank_that_is_gone_is_noticed() -> None:
     there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC))
     woken = threading.Event()
-    decoding = RemoteDecoding(there, back, SPEC, lambda piece: None, woken.set, LocalExchange())
+    decoding = Decoding.elsewhere(there, back, lambda piece: None, woken.set, LocalExchange())
     back.close()
     assert woken.wait(LIMIT_S)
     with pytest.raises(LinkClosed):

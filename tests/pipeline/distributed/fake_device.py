@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from streamdiff.pipeline.distributed.cuda_streams import Transfer
+
 
 @dataclass
 class Point:
@@ -93,14 +95,8 @@ class Device:
         self._current = before
 
 
-class Transfer:
-    """Ends at `end`."""
-
-    def __init__(self, device: Device, end: Point) -> None:
-        self.device, self.end = device, end
-
-    def wait(self) -> None:
-        self.device.current().wait_for(self.end)
+def _ends_at(device: Device, end: Point) -> Transfer:
+    return lambda: device.current().wait_for(end)
 
 
 RUBBISH = -1
@@ -127,14 +123,14 @@ class Wire:
         self.out.wait_for(self.sender.current().mark())
         self.out.run(lambda: self.messages.update({number: [self.full[slot][0]]}))
         self.out.run(lambda: self._sent(number, slot), lambda: self.begun > number)
-        return Transfer(self.sender, self.out.mark())
+        return _ends_at(self.sender, self.out.mark())
 
     def receive(self, slot: int) -> Transfer:
         number, self.receives = self.receives, self.receives + 1
         self.into.wait_for(self.receiver.current().mark())
         self.into.run(lambda: self._begin(slot))
         self.into.run(lambda: self._end(number, slot), lambda: number in self.ended)
-        return Transfer(self.receiver, self.into.mark())
+        return _ends_at(self.receiver, self.into.mark())
 
     def _sent(self, number: int, slot: int) -> None:
         self.messages[number].append(self.full[slot][1])

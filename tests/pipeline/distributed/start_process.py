@@ -23,7 +23,7 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process.launcher import open_store
 from streamdiff.pipeline import build, rank_process, topology
-from streamdiff.pipeline.distributed import rendezvous
+from streamdiff.pipeline.distributed import heartbeat, rendezvous
 from streamdiff.pipeline.distributed.nccl import NcclReceiver
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
@@ -101,8 +101,8 @@ def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int
     limit_s = LIMITS_S.get(where, HANG_S)
     if where == "rendezvous":
         rendezvous.START_LIMIT = timedelta(seconds=limit_s)
-    rendezvous.PHASES.update(
-        {phase: limit_s if phase == where else 600.0 for phase in LIMITS_S if phase in rendezvous.PHASES}
+    heartbeat.PHASES.update(
+        {phase: limit_s if phase == where else 600.0 for phase in LIMITS_S if phase in heartbeat.PHASES}
     )
     if rank == RANKS - 1:
         break_rank(where, arrivals[0])

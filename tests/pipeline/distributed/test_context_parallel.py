@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
-from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
+from streamdiff.pipeline.distributed.heartbeat import RankWatch
 from streamdiff.pipeline.distributed.link import GroupBroken
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.model_sizes import read_sizes
@@ -86,25 +84,27 @@ def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
         assert counted < 0.6 * 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context)
 
 
+class Idle:
+    """A rank's loop that computes nothing."""
+
+    timer, done, now, awaits_others = DeviceTimer.on(CPU), 0, None, True
+
+    def where(self) -> str:
+        return "here"
+
+
 @pytest.mark.slow
 def test_of_ranks_that_exchange_the_one_that_says_nothing_more_is_named() -> None:
     """Rank 0's exchange ended; rank 1 goes on saying how it is, rank 2 does not."""
-    store, loop = dist.HashStore(), SimpleNamespace(timer=DeviceTimer.on(CPU), done=0, now=None, where=lambda: "here")
-    watches = [HealthMonitor(RankContext(rank, 3, store), [loop], print, 60.0) for rank in range(3)]  # type: ignore[list-item]
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(0.1):
-            watches[1]._send_heartbeat()
-
+    store, loop = dist.HashStore(), Idle()
+    watches = [RankWatch(RankContext(rank, 3, store)) for rank in range(3)]
     for watch in watches:
-        watch._send_heartbeat()
-    thread = threading.Thread(target=beat)
-    thread.start()
+        watch.begin([loop], 60.0)  # type: ignore[list-item]
+    watches[2].finish()
     error = GroupBroken("the exchange among ranks 0, 1, 2 ended: connection closed", (1, 2))
     try:
         fault = link_fault(error, 0, watches[0], watches[0])
     finally:
-        ended.set()
-        thread.join()
+        for watch in watches[:2]:
+            watch.finish()
     assert fault.startswith("rank 2 is gone (the exchange among ranks 0, 1, 2 ended: ")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from streamdiff.pipeline.distributed.cuda_streams import ReceiveLane, SendLane
+from streamdiff.pipeline.distributed.cuda_streams import ReceiveLane, SendLane, Transfer
 from streamdiff.pipeline.distributed.link import SLOTS
 from tests.pipeline.distributed.fake_device import RUBBISH, Deaf, Device, Point, Slots, Wire, World
 
@@ -105,15 +105,11 @@ def deafen(lane: SendLane | ReceiveLane, name: str) -> None:
 def no_wait(lane: SendLane | ReceiveLane) -> None:
     """Nobody waits for the lane's transfers."""
 
-    class Forgotten:
-        def wait(self) -> None:
-            pass
-
     start = lane._start
 
-    def forgetful(slot: int) -> Forgotten:
+    def forgetful(slot: int) -> Transfer:
         start(slot)
-        return Forgotten()
+        return lambda: None
 
     lane._start = forgetful
 

@@ -58,9 +58,9 @@ class Transfers:
         self.started: list[int] = []
         self.waited: list[int] = []
 
-    def start(self, slot: int) -> Transfers:
+    def start(self, slot: int) -> Callable[[], None]:
         self.started.append(slot)
-        return self
+        return self.wait
 
     def wait(self) -> None:
         self.waited.append(self.started[len(self.waited)])

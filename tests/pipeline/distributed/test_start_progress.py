@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
@@ -13,14 +14,9 @@ from torch.distributed import TCPStore
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.process.engine_process import loading_limit_s
 from streamdiff.engine.process.launcher import open_store
-from streamdiff.pipeline.distributed.rendezvous import (
-    PHASES,
-    START_LIMIT,
-    RankContext,
-    RankState,
-    StartProgress,
-    StartWatch,
-)
+from streamdiff.pipeline.distributed.heartbeat import PHASES, Heartbeat, RankWatch, Stillness, held_up
+from streamdiff.pipeline.distributed.link import ring_edges
+from streamdiff.pipeline.distributed.rendezvous import START_LIMIT, RankContext
 from tests import fork_server
 from tests.pipeline.processes import ROOT
 
@@ -28,11 +24,25 @@ LIMIT_S = 900.0  # ends what hangs
 pytestmark = pytest.mark.xdist_group("rings that hang at the start")
 
 
-def found(*states: RankState, silent: tuple[int, ...] = ()) -> str | None:
+class Starting:
+    """What is found of ranks as they start."""
+
+    def __init__(self, ranks: int) -> None:
+        self.edges, self.still = ring_edges(ranks), Stillness()
+
+    def fault(self, beats: list[Heartbeat], now_s: float) -> str | None:
+        return held_up(beats, self.edges, self.still, now_s)
+
+
+def beat(phase: str, edge: int = 0, made: int = 0, number: int = 0) -> Heartbeat:
+    return Heartbeat(number, phase=phase, edge=edge, made=made)
+
+
+def found(*beats: Heartbeat, silent: tuple[int, ...] = ()) -> str | None:
     """What is said of ranks that stay as they are."""
-    watch, said = StartWatch(len(states)), None
+    watch, said = Starting(len(beats)), None
     for second in range(int(PHASES["graphs"]) + 2):
-        told = {rank: state if rank in silent else state._replace(number=second) for rank, state in enumerate(states)}
+        told = [each if rank in silent else replace(each, number=second) for rank, each in enumerate(beats)]
         said = watch.fault(told, float(second))
         if said is not None:
             break
@@ -46,31 +56,31 @@ FIRST = "first transfers"
     ("states", "silent", "said"),
     [
         (
-            (RankState(FIRST, 3), RankState(FIRST, 1), RankState(FIRST, 1), RankState(FIRST, 2)),
+            (beat(FIRST, 3), beat(FIRST, 1), beat(FIRST, 1), beat(FIRST, 2)),
             (2,),
             "rank 2 says nothing .* first transfers, edge 1 from rank 1 to rank 2: 120 s",
         ),
-        ((*(RankState("ready"),) * 3, RankState("graphs", made=7)), (), "rank 3 does not get on .* graphs: 1800 s"),
-        ((RankState("ready"),) * 4, (2,), None),
+        ((*(beat("ready"),) * 3, beat("graphs", made=7)), (), "rank 3 does not get on .* graphs: 1800 s"),
+        ((beat("ready"),) * 4, (2,), None),
     ],
 )
-def test_who_is_least_far_is_named(states: tuple[RankState, ...], silent: tuple[int, ...], said: str | None) -> None:
+def test_who_is_least_far_is_named(states: tuple[Heartbeat, ...], silent: tuple[int, ...], said: str | None) -> None:
     told = found(*states, silent=silent)
     assert told is None if said is None else re.match(said, str(told))
 
 
 def test_who_gets_on_may_take_any_time() -> None:
-    watch = StartWatch(2)
+    watch = Starting(2)
     for graph in range(20):
-        states = {0: RankState("ready", number=graph), 1: RankState("graphs", made=graph, number=graph)}
+        states = [beat("ready", number=graph), beat("graphs", made=graph, number=graph)]
         assert watch.fault(states, 1000.0 * graph) is None
 
 
 def test_who_waits_for_a_slow_rank_does_not_count() -> None:
     """Minutes of weights are more than a communicator may take."""
-    watch = StartWatch(2)
+    watch = Starting(2)
     for second in (0.0, 130.0, 239.0):
-        assert watch.fault({0: RankState("communicators"), 1: RankState("weights")}, second) is None
+        assert watch.fault([beat("communicators"), beat("weights")], second) is None
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
@@ -88,8 +98,9 @@ def test_a_rank_that_starts_ends_when_its_launcher_is_gone() -> None:
     store = open_store()
     context = RankContext(0, 2, TCPStore("127.0.0.1", store.port, wait_for_workers=False))
     faults: SimpleQueue[str] = SimpleQueue()
-    progress = StartProgress(context, 2, faults.put)
-    progress.enter("communicators", 1)
+    watch = RankWatch(context, 2)
+    watch.on_fault = faults.put
+    watch.enter("communicators", 1)
     del store
     assert faults.get(timeout=LIMIT_S).startswith("the launcher of the ranks is gone: ")
 

@@ -126,7 +126,7 @@ def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(rank_process, "load_decoder", never)
+    monkeypatch.setattr(rank_process, "load_autoencoder", never)
     monkeypatch.setattr(rank_process, "load_text_encoder", never)
     monkeypatch.setattr(ModelLoader, "transformer", never)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * 10**9, 200 * 10**9))
@@ -140,8 +140,7 @@ def refused(config: ModelConfig, device: torch.device = GPU) -> str:
 
 
 def total_gb(config: ModelConfig, rank: int = 0) -> float:
-    loader = plan_load(config, GPU)
-    return loader.demand(split_evenly(loader.sizes.blocks, config.stages)).frame_by_frame().total(rank) / 1e9
+    return plan_load(config, GPU).demand.frame_by_frame().total(rank) / 1e9
 
 
 def with_options(given: dict[str, Any], words: str) -> ModelConfig:
@@ -170,7 +169,7 @@ def test_every_option_makes_it_fit_and_takes_what_it_says(limit_gb: float) -> No
 @pytest.mark.parametrize(("limit_gb", "latents"), [(20.0, 3), (16.0, 1)])
 def test_a_call_of_the_decoder_is_as_long_as_memory_allows(limit_gb: float, latents: int) -> None:
     plan = plan_rank(plan_load(ModelConfig(**SMALL, attention="sdpa", device_memory_gb=limit_gb), GPU))
-    assert plan.decode_latents == latents and plan.demand(plan.runs).total(0) < limit_gb * 1e9
+    assert plan.decode_latents == latents and plan.demand.total(0) < limit_gb * 1e9
 
 
 @pytest.mark.slow

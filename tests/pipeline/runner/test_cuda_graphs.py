@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
-from streamdiff.models.transformer.attention_backend import attention_over_segments
-from streamdiff.models.transformer.varlen_attention import PagedTrial, row_by_row
+from streamdiff.models.transformer.attention_backend import attention_over_segments, row_by_row
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.ring import Ring
@@ -216,7 +215,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
         called.append(len(query))
         return row_by_row(attention_over_segments("math"), query, key, value, seen)
 
-    monkeypatch.setattr(compiled_stage, "try_paged", lambda *_: PagedTrial(paged, "here"))
+    monkeypatch.setattr(compiled_stage, "try_paged", lambda *_: (paged, "here"))
     ring = compiled(MODEL, sessions=3, max_rows=3)
     called.clear()
     orders = {n: Order((RED, WHITE, BLUE)[n], n, 4, "clean") for n in range(3)}
@@ -272,9 +271,9 @@ def test_a_session_whose_caches_are_the_pools_is_saved_and_swapped_as_any(
     saved, tree = copy.result()
     assert all(tensor.is_contiguous() for tensor in saved.values())
     assert torch.equal(walk.restored(saved, tree).state.key, expected)
-    stage.swap_out(1)
+    stage.mover.copy_out(SessionUpdate(1))
     stage.open(2, steps=4, kv_context="clean")
-    assert stage.swap_in(SessionUpdate(1, 0, 0, 4, "clean")) is Outcome.DONE
+    assert stage.mover.put_back(SessionUpdate(1, 0, 0, 4, "clean")) is Outcome.DONE
     assert torch.equal(stage.sessions[1].state.key, expected)
     assert not stage.sessions[2].state.key.any()
 

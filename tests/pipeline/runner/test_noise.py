@@ -12,11 +12,11 @@ import torch
 
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.pipeline.runner.init_latents import InitLatents
-from streamdiff.pipeline.runner.sampler import PrefetchedNoise, SeededNoise, StreamInputs
+from streamdiff.pipeline.runner.sampler import Noise, PrefetchedNoise, StreamInputs
 from tests.pipeline.playing import local_ring
 from tests.small import CPU, RED, small_model
 
-PLAIN = SeededNoise((4, 2, 3, 3), seed=11)
+PLAIN = Noise((4, 2, 3, 3), seed=11)
 
 
 class Counted:
@@ -89,7 +89,7 @@ def test_what_a_micro_step_needs_is_ready_before_it_can_enter(
 
         monkeypatch.setattr(ring.sampler, name, call)
 
-    class Watched(SeededNoise):
+    class Watched(Noise):
         def draw(self, chunk: int, step: int) -> torch.Tensor:
             late.extend([f"noise of chunk {chunk}, step {step}"] * (hurried and threading.get_ident() == here))
             return super().draw(chunk, step)

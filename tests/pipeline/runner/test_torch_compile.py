@@ -13,7 +13,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.pipeline import rank_process
-from streamdiff.pipeline.distributed.rendezvous import StartProgress
+from streamdiff.pipeline.distributed.heartbeat import RankWatch
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.runner.graphs import CACHE_VARIABLE, keep_compiled_code
@@ -57,7 +57,7 @@ def test_the_product_compiles_into_it(user_cache: Path, part: str, monkeypatch: 
     config, stage = ModelConfig(compile="on", device="cpu"), ModelRunner(small_model(1), CPU)
     plan = plan_load(config, CPU)
     if part == "stage":
-        rank_process.compile_stage(plan, stage, RankMemory(0), StartProgress(None, 1))
+        rank_process.compile_stage(plan, stage, RankMemory(0), RankWatch(None))
     else:
         loaded = rank_process.load_rank(plan_rank(plan))
         rank_process.compile_decoder(plan, loaded.decoder, torch.get_num_threads())

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamdiff.core import MicroStep, min_ahead_frames
@@ -138,6 +138,9 @@ jobs = st.builds(Job, st.integers(1, 4), contexts, st.integers(0, 60), st.intege
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
+@example(  # who goes first in a forward of two is not to follow from what the job had before
+    1, 2, (Live(1, "clean", 13, 2, 0, ()), Live(1, "clean", 14, 2, 0, ())), (Job(1, "clean", 0, 61),)
+)  # fmt: skip
 @given(
     st.integers(1, 4),
     st.integers(1, 3),

@@ -59,7 +59,7 @@ def is_colour(picture: np.ndarray[Any, Any], name: str) -> bool:
 
 async def ended(site: Site, id: str, **headers: str) -> dict[str, Any]:
     """A job as it is when it has ended."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             video: dict[str, Any] = (await site.http.get(f"/v1/videos/{id}", headers=headers)).json()
             if video["status"] in ("completed", "failed"):
@@ -369,7 +369,7 @@ async def test_a_deleted_video_is_made_no_further(tmp_path: Path) -> None:
     async with making(tmp_path, Painter(chunk_s=0.05)) as site:
         long, waiting = await ask(site, num_frames=2000), await ask(site)
         path = f"/v1/videos/{long['id']}"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while not (await site.http.get(path)).json()["progress"]:
                 await asyncio.sleep(0.02)
         assert (await site.http.delete(f"/v1/videos/{waiting['id']}")).json()["deleted"]

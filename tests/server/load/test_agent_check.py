@@ -12,6 +12,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.server.load import serve_agent
 from streamdiff.server.sessions.control import EngineStatus
 from tests.server.conftest import open_site
+from tests.server.scripted import Painter
 
 
 async def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> None:
@@ -32,9 +33,9 @@ async def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in()
             await site.until(lambda: manager.load.free_sessions() is not None)
             first = manager.load.free_sessions()
             assert await asked() == f"up {first}%\n" and first
-            manager.load.capacity.limit = 0.0
+            manager.load.limit = 0.0
             assert await asked() == "up 0%\n"
-            manager.load.capacity.limit = 1000.0
+            manager.load.limit = 1000.0
             assert await asked() == "up 100%\n", "a weight has a bound"
             manager.draining = True
             assert await asked() == "up 0%\n"
@@ -46,6 +47,13 @@ async def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in()
                     pass
         with pytest.raises(OSError):
             await asked()
+
+
+async def test_a_session_that_nobody_watches_takes_a_place_where_none_can_be_swapped_out() -> None:
+    async with open_site(Config(serve=ServeConfig(max_utilization=9.0)), Painter(fits=3)) as site:
+        await site.until(lambda: site.live.idle)
+        load = site.state.manager.load
+        assert (load.free_sessions(), load.sessions_limit()) == (2, 3)
 
 
 async def test_ids_carry_the_server_s_name_and_those_of_an_earlier_run_have_ended() -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamdiff import clock
+from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.engine.messages import LoadFigures
 from streamdiff.server.load import (
-    FRESH_S,
     FULL_S,
     HOLD_S,
     SETTLE_S,
     UNLIMITED,
-    Capacity,
     Lifetime,
     LoadLimit,
     LoadPolicy,
@@ -24,6 +27,8 @@ from streamdiff.server.load import (
     degradation_levels,
     least_share,
 )
+from streamdiff.server.metrics import Metrics
+from streamdiff.server.sessions.manager import FRESH_S, EngineLoad
 
 KNOWN = (4, 2)
 CHUNK_S = 0.3
@@ -91,6 +96,10 @@ def test_chunks_that_come_late_take_more_than_the_measured_load() -> None:
     assert policy.decide(demands, _share, SETTLE_S) == {}, "not two in a row"
     policy.chunk("s1", 0.01, CHUNK_S, SETTLE_S)
     assert policy.decide(demands, _share, SETTLE_S) == {"s1": LoadLimit(2), "s2": LoadLimit(2)}, "the late one first"
+    _late(policy, "s0", 1.5 * SETTLE_S)
+    assert policy.decide(demands, _share, 1.5 * SETTLE_S) == {}, "its chunk was begun before the others gave up steps"
+    _late(policy, "s0", 2 * SETTLE_S)
+    assert policy.decide(demands, _share, 2 * SETTLE_S) == {"s0": LoadLimit(2)}
 
 
 def test_what_made_chunks_late_comes_back_later_each_time() -> None:
@@ -129,54 +138,80 @@ def test_who_is_not_watched_gives_nothing_and_who_may_not_either() -> None:
 # ---- capacity and lifetime -------------------------------------------------------------------------------------
 
 
+def _load(demands: list[ViewerDemand], work_s: float | None = 0.15, limit: float = 0.9) -> EngineLoad:
+    """Of an engine that makes chunks of 12 frames, by default in 4 steps, in `work_s` seconds each."""
+    ready = SimpleNamespace(
+        chunk_frames=12, steps=4, steps_known=(), chunk_compute_s=work_s, max_sessions=None, max_swapped_sessions=None
+    )
+
+    def sessions() -> Any:
+        return [SimpleNamespace(id=str(number), demand=lambda _, own=each: own) for number, each in enumerate(demands)]
+
+    config = Config(playback=PlaybackConfig(fps=40.0), serve=ServeConfig(max_utilization=limit))
+    return EngineLoad(config, ready, Metrics(), sessions)  # type: ignore[arg-type]
+
+
+def _plain(share: float, plays: bool = True) -> ViewerDemand:
+    """Of a session that takes so much of the time of an engine that needs 0.15 s for a chunk."""
+    return ViewerDemand(4, share * 80, adaptive=False, plays=plays)
+
+
 def test_the_one_too_many_is_told_the_numbers_and_the_first_never_refused() -> None:
-    capacity = Capacity(12, 4, 0.9, 0.15)
-    assert capacity.refusal([], 5.0) == ""
-    assert capacity.refusal([0.4], 0.5) == ""
-    refusal = capacity.refusal([0.5, 0.0], 0.5)
+    assert _load([]).refusal(_plain(5.0)) == ""
+    assert _load([_plain(0.4)]).refusal(_plain(0.5)) == ""
+    refusal = _load([_plain(0.5), _plain(0.5, plays=False)]).refusal(_plain(0.5))
     assert "(1)" in refusal and "50%" in refusal and "90%" in refusal
-    assert Capacity(12, 4, 0.9).refusal([0.0], 0.0) == "", "nothing is known yet"
-    assert capacity.refusal([0.0, 0.0], 3.48) == "", "the first that plays"
-    assert capacity.free_sessions([0.0], 3.48) == 1 and capacity.free_sessions([0.0, 0.5], 3.48) == 0
+    assert _load([_plain(0.5)], work_s=None).refusal(_plain(0.5)) == "", "nothing is known yet"
+    assert _load([_plain(0.5, plays=False)]).refusal(_plain(3.48)) == "", "the first that plays"
+    assert _load([_plain(0.5, plays=False)], work_s=1.5).free_sessions() == 1
+    assert _load([_plain(0.5)], work_s=1.5).free_sessions() == 0
 
 
-def test_a_measurement_of_a_busy_moment_does_not_hold_for_ever() -> None:
+def test_a_measurement_of_a_busy_moment_does_not_hold_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine measured last holds while it is fresh; then the start's, unless it was higher still."""
-    capacity = Capacity(12, 4, 0.9, 0.15)
-    capacity.measured(1.5, 100.0)
-    assert capacity.work_s(100.0) == capacity.work_s(100.0 + FRESH_S) == 1.5
-    assert capacity.work_s(100.0 + 2 * FRESH_S) == 0.15
-    assert capacity.share(40.0, 100.0 + 2 * FRESH_S) == pytest.approx(0.5)
-    capacity.measured(0.1, 200.0)
-    assert capacity.work_s(200.0 + 2 * FRESH_S) == 0.1, "the start was the busy moment"
-    capacity.restart(None)
-    assert capacity.work_s(200.0) == 0.1, "an engine that measured nothing changes nothing"
-    capacity.restart(0.3)
-    assert capacity.work_s(200.0) == 0.3, "another engine"
-    unmeasured = Capacity(12, 4, 0.9)
-    unmeasured.measured(1.5, 100.0)
-    assert unmeasured.work_s(1000.0) == 1.5, "nothing else is known"
+    now_s = [100.0]
+    monkeypatch.setattr(clock, "monotonic_s", lambda: now_s[0])
+    load = _load([])
+    load.measured(LoadFigures(1.5))
+    assert load.work_s == 1.5
+    now_s[0] += FRESH_S
+    assert load.work_s == 1.5
+    now_s[0] += FRESH_S
+    assert load.work_s == 0.15 and load.share(40.0) == pytest.approx(0.5)
+    load.measured(LoadFigures(0.1))
+    now_s[0] += 2 * FRESH_S
+    assert load.work_s == 0.1, "the start was the busy moment"
+    again = load._ready
+    load.restart(SimpleNamespace(**{**vars(again), "chunk_compute_s": None}))  # type: ignore[arg-type]
+    assert load.work_s == 0.1, "an engine that measured nothing changes nothing"
+    load.restart(SimpleNamespace(**{**vars(again), "chunk_compute_s": 0.3}))  # type: ignore[arg-type]
+    assert load.work_s == 0.3, "another engine"
+    unmeasured = _load([], work_s=None)
+    unmeasured.measured(LoadFigures(1.5))
+    now_s[0] += 1000.0
+    assert unmeasured.work_s == 1.5, "nothing else is known"
 
 
 @given(st.floats(0.001, 2), st.floats(0.05, 4), st.integers(0, 20))
 def test_room_is_how_many_are_not_refused(work_s: float, limit: float, opened: int) -> None:
-    capacity = Capacity(12, 4, limit, work_s)
-    wanted = capacity.share(40.0, 0.0)
-    shares = []
-    while not capacity.refusal(shares, wanted) and len(shares) < 400:
-        shares.append(wanted)
-    room = capacity.free_sessions(shares[:opened], wanted)
+    one, demands = ViewerDemand(4, 40.0, adaptive=False), list[ViewerDemand]()
+    load = _load(demands, work_s, limit)
+    while not load.refusal(one) and len(demands) < 400:
+        demands.append(one)
+    fit = len(demands)
+    del demands[opened:]
+    room, wanted = load.free_sessions(), load.share(40.0)
     assert room is not None
-    if len(shares) < 400:
-        assert abs(room - len(shares[opened:])) <= (abs(limit / wanted - round(limit / wanted)) < 1e-6)
+    if fit < 400:
+        assert abs(room - max(0, fit - opened)) <= (abs(limit / wanted - round(limit / wanted)) < 1e-6)
 
 
 def test_a_session_that_nobody_watches_ends() -> None:
     life = Lifetime(100.0, idle_limit_s=10.0)
-    assert life.end() == (110.0, "idle"), "nobody has come yet"
+    assert life.ends_s == 110.0, "nobody has come yet"
     life.watch(True, 105.0)
-    assert life.end() is None
+    assert life.ends_s is None
     life.watch(False, 120.0)
     life.watch(False, 125.0)
-    assert life.end() == (130.0, "idle"), "since the last one left, not since it was looked at"
-    assert Lifetime(0.0).end() is None
+    assert life.ends_s == 130.0, "since the last one left, not since it was looked at"
+    assert Lifetime(0.0).ends_s is None

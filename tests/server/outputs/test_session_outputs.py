@@ -49,7 +49,7 @@ async def test_a_session_that_was_opened_is_recorded_and_sent_on_until_it_ends(t
         others = (await site.http.get("/api/sessions/default/outputs")).json()
         assert others == {"outputs": []}, "each session has its own"
         assert (await site.http.delete(f"/api/sessions/{opened['id']}", headers=token)).status_code == 200
-        await site.until(lambda: not site.state.session_outputs._outputs)
+        await site.until(lambda: not site.state.outputs._added)
         assert len(list(open_clip(tmp_path / "show.mp4"))) >= 40, "complete when the session has ended"
 
 

@@ -62,7 +62,7 @@ class MediaServer:
 
     async def frame(self) -> np.ndarray:
         """The next picture that comes in: uint8 `[H, W, 3]`."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             return np.asarray((await self.track.recv()).to_ndarray(format="rgb24"))
 
 
@@ -105,7 +105,7 @@ async def _key_frames(site: Site) -> float:
 
 
 def _sent(site: Site) -> output.OutputStatus:
-    return site.state.outputs[0].status
+    return site.state.outputs.configured[0].status
 
 
 @pytest.fixture

@@ -266,8 +266,8 @@ async def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins()
         await first.pc.close()
         await site.until(lambda: not live.watched)
         left = live.stats()["frame"]
-        await site.until(lambda: live.stats()["frame"] >= left + 4)  # the grace time
         await site.until(lambda: live.idle)
+        assert live.stats()["frame"] >= left + 4, "the grace time"
         stopped, reports = live.stats()["frame"], len(_reports(site))
         await site.until(lambda: not site.client.busy)
         assert live.stats()["frame"] == stopped

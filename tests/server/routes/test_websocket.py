@@ -12,6 +12,7 @@ import pytest
 
 from streamdiff.server.routes import control
 from tests.server.conftest import CONTROL, LIMIT_S, VIEW, bearer, locked, open_site
+from tests.server.scripted import CHUNK_FRAMES
 from tests.server.socket_client import SocketClient
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
@@ -44,6 +45,7 @@ async def test_receipts_follow_steps_to_the_screen_beside_a_prompt() -> None:
         assert [ends[name]["stage"] for name in ends] == ["superseded", "applied", "superseded"]
         applied = await socket.message({"type": "receipt", "id": "last"})
         assert (applied["stage"], applied["chunk"]) == ("applied", ends["text"]["chunk"])
+        assert applied["chunk"] == applied["frame"] // CHUNK_FRAMES > 0
         for name in ("text", "last"):
             shown = await socket.message({"type": "receipt", "id": name})
             assert (shown["stage"], shown["pts"] > 0) == ("shown", True)

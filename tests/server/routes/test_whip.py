@@ -114,7 +114,7 @@ def fed(site: Site) -> list[np.ndarray]:
 
 async def used(site: Site, frames: int = 1, figure: str = "used") -> dict[str, Any]:
     """The default session's statistics, once so many frames were used."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             figures = (await site.http.get("/api/state")).json()["stats"]["input"]
             if figures is not None and figures[figure] >= frames:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from streamdiff.engine.messages import Open
+from streamdiff.config import Config, PlaybackConfig
+from streamdiff.engine.messages import FrameBatch, Open, SetMaxAhead
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server import load
-from tests.server.conftest import Peer, Site, bearer
+from tests.server.conftest import Peer, Site, bearer, open_site
 from tests.server.routes.test_sessions import served
-from tests.server.scripted import Painter
+from tests.server.scripted import CHUNK_FRAMES, Painter
 
 pytestmark = pytest.mark.slow
 
@@ -124,3 +127,24 @@ async def test_an_engine_that_comes_back_goes_on_with_what_load_leaves() -> None
         await site.client.inject(site.client.ready)
         await site.until(lambda: len([each for each in site.client.sent if isinstance(each, Open)]) > 1)
         assert [each.steps for each in site.client.sent if isinstance(each, Open)] == [4, 2]
+
+
+async def test_an_engine_that_stalls_may_make_more_ahead_and_only_without_a_frame_left_it_is_late() -> None:
+    """As long as the lead can grow, how few frames wait says nothing about the load."""
+    async with open_site(Config(playback=PlaybackConfig(max_ahead_s=2.0))) as site:
+        await (await site.watch()).frame()
+        playback, sent = site.live.playback, site.client.sent
+        pacer = playback.pacer
+        await site.until(lambda: pacer.progress().shown > 3 * CHUNK_FRAMES)
+        [most] = [each.max_ahead_frames for each in sent if isinstance(each, Open)]
+        with site.client.held():
+            batch = FrameBatch("default", 0, 999, 0, None, np.zeros((1, 2, 2, 3), np.uint8))
+            await site.until(lambda: 0 < pacer.progress().buffered <= 2 * CHUNK_FRAMES)
+            spare_s = playback.lead.spare_s
+            slack_s = playback.slack_s(batch)
+            assert slack_s is not None and slack_s > spare_s
+            dry = pacer.progress().dry
+            await site.until(lambda: pacer.progress().dry > dry)
+            slack_s = playback.slack_s(replace(batch, chunk=1000))
+            assert slack_s is not None and slack_s < 0
+        await site.until(lambda: any(isinstance(each, SetMaxAhead) and each.frames > most for each in sent))

@@ -163,7 +163,7 @@ async def test_an_engine_that_ends_at_the_start_is_no_error_of_the_file_and_the_
     async def ends(*asked: Any) -> None:
         raise EngineFailure("it ended")
 
-    monkeypatch.setattr(LiveSession, "control_and_wait", ends)
+    monkeypatch.setattr(LiveSession, "control", ends)
 
     async with open_site(with_file(video(tmp_path / "a.mp4", 3)), Painter()) as site:
         await site.state.manager.sessions[0].ask_open()

@@ -12,11 +12,11 @@ import aioice
 import httpx
 import psutil
 import pytest
-from aiortc import RTCPeerConnection
+from aiortc import RTCConfiguration, RTCPeerConnection
 
 from streamdiff.server.peers import SlotPool
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc import peer_connections
+from streamdiff.server.webrtc import aiortc_compat, peer_connections
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Peer, Peers, Viewer, Viewers
 from tests.server.conftest import Site, open_site
@@ -49,13 +49,13 @@ async def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatc
         posting = asyncio.create_task(site.post(peer, session=live.id, token=opened["view_token"]))
         await negotiating.wait()
 
-        async def on_end(ended: LiveSession, reason: str) -> None:
+        async def on_end(ended: LiveSession) -> None:
             if joins.startswith("after"):
-                await end_viewers(ended, reason)
+                await end_viewers(ended)
             ending.set()
             await posting
             if joins.startswith("before"):
-                await end_viewers(ended, reason)
+                await end_viewers(ended)
 
         site.state.manager.on_end = on_end
         assert (await site.http.delete(f"/api/sessions/{live.id}", headers=headers)).status_code == 200
@@ -111,7 +111,9 @@ def _connection(site: Site) -> RTCPeerConnection:
 
 
 @pytest.mark.slow
-async def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_gets_no_time_to_close_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As on a machine so busy that the time is over before the event loop comes to it."""
     monkeypatch.setattr(peer_connections, "CLOSE_S", 0.0)
 
@@ -122,7 +124,7 @@ async def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatc
         assert not before
         for posted in [await _post(site, offer) for _ in range(4)]:
             await _delete(site, posted)
-        assert not _held()[0]
+        assert not _held()[0] and "do not end" not in caplog.text
         await site.until(lambda: _held()[1] <= files)
 
 
@@ -143,6 +145,22 @@ async def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monk
         assert (await site.http.delete(peer.location)).status_code == 200
         await peer.pc.close()
         await site.until(lambda: not _held()[0])
+
+
+async def test_a_connection_whose_close_raises_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def raising() -> None:
+        raise ConnectionError("its transport is gone")
+
+    files = _held()[1]
+    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    pc.createDataChannel("control")
+    await pc.setLocalDescription(await pc.createOffer())
+    assert _held()[1] > files, "it has sockets"
+    monkeypatch.setattr(pc, "close", raising)
+    assert not await aiortc_compat.close(pc, 1.0)
+    async with asyncio.timeout(10):
+        while _held()[1] > files:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -182,8 +200,9 @@ async def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_sl
 
     slots, pc = SlotPool(1, 1.0, "viewers", "serve.max_viewers"), RTCPeerConnection()
     connections = Connections(slots, IceServers([]))
-    await pc.close()
-    slots.take("::1")
-    connections._register(Peer(SimpleNamespace(id="s"), pc, "::1", None))  # type: ignore[arg-type]
+    session = SimpleNamespace(id="s", closed=False)
+    async with connections._admitted(Peer(session, pc, "::1", None)):  # type: ignore[arg-type]
+        assert slots.count == 1
+        await pc.close()
     await asyncio.gather(*connections._closing)
     assert slots.count == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import re
 import socket
 from collections.abc import Iterator
 from functools import partial
+from typing import NoReturn
 
 import pytest
 
@@ -66,3 +68,22 @@ def test_where_all_ports_are_taken_a_viewer_is_told_and_one_comes_in_later() -> 
 
     with asyncio.Runner(loop_factory=partial(UdpPortLoop, ports)) as runner:
         runner.run(main())
+
+
+async def test_where_no_socket_can_be_opened_a_viewer_is_told_so_and_one_comes_in_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where too many files are open. No range of ports is to blame."""
+
+    async def no_socket(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with open_site() as site:
+        peer = await site.offer()
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "create_datagram_endpoint", no_socket)
+            refused = await site.post(peer)
+        assert (refused.status_code, refused.json()["code"]) == (503, "network")
+        assert int(refused.headers["retry-after"]) > 0
+        assert site.state.viewers.count == 0, "the place is free again"
+        await (await site.watch()).frame()

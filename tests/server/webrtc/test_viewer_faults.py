@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gzip
+import hmac
 import json
 import re
 import signal
@@ -175,6 +177,21 @@ async def test_ice_servers_are_sent_to_those_who_may_watch_and_none_unless_named
         IceServers([IceServer(**turn, credential_file=str(tmp_path / "two"))])
 
 
+def test_credentials_of_a_shared_secret_are_signed_and_good_for_an_hour_from_when_they_are_issued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As coturn reads them with `use-auth-secret`: `expires:name`, and the HMAC of that under the secret."""
+    (tmp_path / "secret").write_text("north-wind\n")
+    servers = IceServers([IceServer(url="turn:turn.example:3478", secret_file=str(tmp_path / "secret"))])
+    for now_s in (1000.0, 9000.0):
+        monkeypatch.setattr(clock, "wall_s", lambda now_s=now_s: now_s)
+        [one], [other] = servers.issue(), servers.issue()
+        assert one.username is not None and one.username != other.username, "each viewer has its own"
+        assert int(one.username.partition(":")[0]) == now_s + 3600
+        signed = hmac.digest(b"north-wind", one.username.encode(), "sha1")
+        assert one.credential == base64.b64encode(signed).decode()
+
+
 # ---- viewers that stop, vanish and flood -----------------------------------------------------------------------------
 
 
@@ -307,6 +324,9 @@ async def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_clie
         ids = [each.headers["location"].rsplit("/", 1)[1] for each in (second, third)]
         assert list(site.state.viewers._peers) == ids
         assert (await site.http.delete(first.headers["location"])).status_code == 200, "it is remembered for a while"
+        for odd in ("tab-one", "t" * 65, "tab-one-1!"):
+            refused = await post(odd)
+            assert (refused.status_code, refused.json()["code"]) == (422, "client"), odd
         crowd = await asyncio.gather(*(post("tab-one-1") for _ in range(20)))
         assert {each.status_code for each in crowd} <= {201, 503}
         assert site.state.viewers.count == 2

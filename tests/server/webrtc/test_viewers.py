@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ServeConfig
+from streamdiff.server.media.encoder import EncoderThread
 from streamdiff.server.webrtc import peer_connections
 from tests.server.conftest import Peer, Site, open_site
 from tests.server.scripted import COLOURS, SIZE
@@ -218,6 +219,12 @@ async def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -
         await second.frame()
         assert fanout.codecs == ("h264",)
         assert _figure(site, "key_frames_total") > before
+        [_, viewer] = site.state.viewers._peers.values()
+        with pytest.MonkeyPatch.context() as patched:
+            asked: list[EncoderThread] = []
+            patched.setattr(EncoderThread, "request_key", lambda encoder: asked.append(encoder))
+            fanout.attach("h264", viewer.sender.put)
+        assert asked, "as it joins, and not with the first picture that it cannot use"
         pictures = _figure(site, "encode_seconds_count")
         for _ in range(20):
             await asyncio.gather(first.frame(), second.frame())

@@ -1,4 +1,4 @@
-"""How large the project is: the longest files and functions, and the package as a whole (decision 0062).
+"""How large the project is: the longest files and functions (decision 0062), and the package as a whole (0065).
 
 A cap is moved by a decision. It is lowered when the package has become smaller.
 """
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.xdist_group("source rules")
 FILE_LINES = 700
 FUNCTION_LINES = 60
 CAPS = {
-    "code lines": 26_600,
+    "code lines": 26_500,
     "files": 185,
     "classes with Session in their name": 12,
     "class names with two meanings": 0,
-    "raw lines of tests": 43_000,
+    "raw lines of tests": 43_500,
     "raw lines of benchmarks": 5_500,
 }
 _NO_CODE = (

@@ -36,7 +36,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help serve test side-by-side alone check fast soak bench format lint types settings docs clean distclean environment test-environment browser
+.PHONY: help serve test side-by-side alone check fast soak bench format lint types reference docs clean distclean environment test-environment browser
 
 help: ## list these commands
 	@echo "streamdiff: a prompt becomes live video in your browser"
@@ -77,8 +77,8 @@ soak: test-environment browser ## what takes hours: long streams, every number o
 bench: test-environment browser ## measure the live stream in a headless browser and print the figures
 	@$(BIN)/python -m benchmarks.live_browser $(ARGS)
 
-settings: environment ## write docs/settings.md from the fields of streamdiff/config.py
-	@$(BIN)/python tools/settings.py
+reference: environment ## write docs/settings.md and docs/api.md from the code
+	@$(BIN)/python tools/reference.py
 
 format: test-environment ## rewrite the sources in the house style
 	@$(BIN)/ruff check --fix $(SOURCES)

@@ -1,7 +1,7 @@
 """Every setting, once: a frozen tree, validated once. Knows nothing about what its values do.
 
 Names, types, limits and docstrings of the fields make the keys of YAML files (`config_file`), the command line
-(`cli.parser`), the keyword arguments of `streamdiff.open`, and the table of docs/settings.md (tools/settings.py).
+(`cli.parser`), the keyword arguments of `streamdiff.open`, and the table of docs/settings.md (tools/reference.py).
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ def test_there_are_not_too_many() -> None:
     assert len(flags_shown(everything=True)) <= MOST_FLAGS_OF_ALL
 
 
-def test_the_page_of_settings_is_of_today() -> None:
-    made = runpy.run_path(str(ROOT / "tools" / "settings.py"))
-    assert made["PAGE"].read_text(encoding="utf-8") == made["table"](), "run `make settings`"
+def test_the_reference_pages_are_of_today() -> None:
+    made = runpy.run_path(str(ROOT / "tools" / "reference.py"))
+    for page, text in (("settings.md", made["table"]()), ("api.md", made["api"]())):
+        assert (ROOT / "docs" / page).read_text(encoding="utf-8") == text, "run `make reference`"
 
 
 def test_every_setting_says_what_it_is() -> None:

@@ -71,11 +71,12 @@ def table() -> str:
 
 API_HEAD = """# API reference
 
-Made by `make reference` from the routes and models of `streamdiff/server/routes/`; a test fails when it is out of date. A running
-server has the whole description at `/api/openapi.json`. [HTTP API](serving.md) explains what the operations do, [jobs](jobs.md) those
-of `/v1`.
+Made by `make reference` from the routes and models of `streamdiff/server/routes/`; a test fails when it is out of date.
+A running server has the whole description at `/api/openapi.json`. [HTTP API](serving.md) explains what the operations
+do, [jobs](jobs.md) those of `/v1`.
 
-*Token*: `watch`, a token to watch or to control; `steer`, one to control. Without tokens both are open to whom the server answers.
+*Token*: `watch`, a token to watch or to control; `steer`, one to control. Without tokens everybody whom the server
+answers may do both.
 """
 
 

@@ -424,6 +424,7 @@ class Ring:
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that no one else has.
         video = old.video if start is None else None
         state = self.sampler.prepare(seed, schedule, old.kv_context, start, video, given)
+        state.held = old.held  # keys stay down
         self.scheduler.reset(session, epoch)
         self._forget_retries(session)
         self._change_steps()

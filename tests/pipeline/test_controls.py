@@ -138,6 +138,20 @@ def test_receipts_name_the_first_chunk_and_frame_that_obey_and_no_epoch_begins()
     made.close()
 
 
+def test_keys_stay_down_over_a_reset_and_its_first_chunk_obeys() -> None:
+    made = engine()
+    made.handle(messages.SetControls("s", {"x": 1.0}, "before"))
+    events(made, messages.ControlsApplied)
+    for request, values in (("held", {"pan": 0.5}), ("later", {"jump": 1.0})):
+        made.handle(messages.SetControls("s", values, request))
+    made.handle(messages.Reset("s", 3))
+    (applied,) = events(made, messages.ControlsApplied)
+    assert isinstance(applied, messages.ControlsApplied)
+    assert (applied.requests, applied.chunk) == (("held", "later"), 0)
+    assert made._pipeline.sampler.sessions[0].controls[0].tolist() == [[1, 0.5, 1]] * MODEL.spec.chunk_latents
+    made.close()
+
+
 def test_a_steered_session_is_made_no_further_ahead_than_it_must() -> None:
     made = engine()
     made.handle(messages.SetControls("s", {"x": 1.0}))

@@ -219,7 +219,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if unknown:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
-            raise ConfigError(f"unexpected argument {word!r}; a text with spaces needs quotes around it")
+            means = "a prompt is given with --prompt" if " " in word else "a text with spaces needs quotes around it"
+            raise ConfigError(f"unexpected argument {word!r}; {means}")
         if word in RENAMED:
             raise ConfigError(f"the option {word} is called {RENAMED[word]} now")
         name = word.removeprefix("--").replace("-", "_")

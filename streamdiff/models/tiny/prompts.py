@@ -134,7 +134,8 @@ def _remarks(request: Request, before: Scene, scene: Scene) -> list[str]:
                 remarks[typed] = f"“{typed}”: {WORLD['cannot'][word.says['cannot']]}."
             if not word.exact and (nearest := _nearest(word, group, request, scene)):
                 remarks[typed] = f"“{typed}”: I draw {nearest}."
-            if word.exact and word.says.get("color", color) != color and not request.target:
+            dropped = sum("shape" in each.says for each in request.words) > 2  # the color may be that of a third thing
+            if word.exact and word.says.get("color", color) != color and not request.target and not dropped:
                 remarks[typed] = f"“{typed}”: a thing has one color."
     for color in request.uncolored:
         remarks[color] = f"“{color}”: things have colors to choose from, the background has not."
@@ -143,8 +144,10 @@ def _remarks(request: Request, before: Scene, scene: Scene) -> list[str]:
 
 def _too_many(request: Request, before: Scene) -> bool:
     counted = any(word.says.get("count") == "two" and not word.exact for word in request.words)
+    shaped = [group for group in request.groups if "shape" in group.said]
     return (
         counted
+        or (len(shaped) == 2 and any(group.two for group in shaped))  # "two stars and a heart"
         or sum("shape" in word.says for word in request.words) > 2
         or bool("add" in request.wishes and not request.setting and before.second)
     )
@@ -315,6 +318,8 @@ class Request:
         self.wishes = {*edits, *_values(words, "count"), *(("edit",) if edits else ())}
         if words and words[0].entry in ("and", "plus", "with"):
             self.wishes.add("add")
+        if words and words[0].entry == "no" and spoken[0].looks:  # "no circle"
+            self.wishes.add("remove")
 
     @property
     def empty(self) -> bool:
@@ -442,6 +447,9 @@ def _both(groups: list[Group], scene: Scene) -> Scene:
     one, other = groups
     if "shape" not in one.said:  # "red and blue circles"
         one.said = {**other.said, **one.said}
+    both = next((index for index, word in enumerate(other.words) if word.entry == "both"), len(other.words))
+    for word in other.words[both:]:  # "a circle and a star, both small"
+        one.said.update(dict.fromkeys(word.says.keys() & {"size", "motion", "speed"}, word))
     owners = [_owner(group.named, scene) for group in (one, other)]
     if scene.second and owners in ([scene.second, scene.first], [scene.second, None], [None, scene.first]):
         one, other = other, one

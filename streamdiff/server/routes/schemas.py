@@ -194,7 +194,7 @@ class CapacityInfo(Answer):
     occupancy: list[float]
     """share of the time that each rank of a ring was at work"""
     sessions_fit: int | None
-    """sessions of the default kind that can play; null: unknown"""
+    """sessions of the default kind that fit into memory at once; null: unknown"""
     sessions_away: int | None
     """further sessions that may be swapped out; null: no limit"""
     places: dict[str, int]

@@ -224,10 +224,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if word in RENAMED:
             raise ConfigError(f"the option {word} is called {RENAMED[word]} now")
         name = word.removeprefix("--").replace("-", "_")
+        options = list(known[command]._option_string_actions)
         for key, *_ in fields():
-            if command == "serve" and key.endswith(f".{name}"):
+            if command == "serve" and key.endswith(f".{name}") and f"--{name.replace('_', '-')}" not in options:
                 raise ConfigError(f"{key} has no option; it is set in a file of --config")
-        raise ConfigError(f"unknown option {word}{_suggestion(word, list(known[command]._option_string_actions))}")
+        raise ConfigError(f"unknown option {word}{_suggestion(word, options)}")
     return arguments
 
 

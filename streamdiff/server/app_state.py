@@ -133,7 +133,9 @@ class AppState:
 
     def _require(self, request: HTTPConnection, needed: Role, role: Role) -> None:
         if role is Role.NOBODY or (role < needed and _token_of(request) is None):
-            raise Problem(401, "This takes a token: send it as `Authorization: Bearer ...`.", _BEARER, code="token")
+            said = "This takes a token: send it as `Authorization: Bearer ...`."
+            said = said if _token_of(request) is None else "The token is not one that is known here."
+            raise Problem(401, said, _BEARER, code="token")
         if role < needed:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")
 

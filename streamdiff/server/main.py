@@ -38,7 +38,7 @@ from streamdiff.server.middleware import not_ready
 from streamdiff.server.sessions.keeper import open_folders
 from streamdiff.server.tasks import end_tasks
 from streamdiff.server.webrtc.aiortc_compat import host_addresses
-from streamdiff.server.webrtc.ice import UdpPortLoop
+from streamdiff.server.webrtc.ice import IceServers, UdpPortLoop
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20
@@ -69,8 +69,8 @@ def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = Engine
     with configure(config.serve):
         try:
             tokens = read_tokens(config.serve)
-            with open_folders(config.serve):  # or its error, before a model is loaded
-                pass
+            with open_folders(config.serve):  # or their errors, before a model is loaded
+                IceServers(config.serve.ice_servers)
             connections = connections_within_descriptors(config.serve.max_viewers)
             ports = config.serve.media_ports
             make_loop = None if ports is None else partial(UdpPortLoop, ports)  # None: asyncio's own choice

@@ -95,7 +95,7 @@ def test_a_prompt_changes_the_pixels(page: WebDriver) -> None:
     ask(page, "a blue circle moving right at night")
     until(page, lambda seen: coloured(seen, 2, 0) > 12 and coloured(seen, 0, 2) < 6)
     assert "blue" in page.find_element("id", "playing").text
-    assert "on screen, after" in page.find_element("id", "receipt").text
+    assert "On screen after" in page.find_element("id", "receipt").text
 
 
 def test_an_example_is_one_press_away(page: WebDriver) -> None:

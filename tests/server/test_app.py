@@ -15,6 +15,7 @@ from PIL import Image
 
 from streamdiff.engine.messages import Refused
 from streamdiff.server import app as app_module
+from streamdiff.server.app import STATIC
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import OPENING
 from tests.server.conftest import open_site
@@ -31,8 +32,8 @@ async def test_the_page_comes_with_all_it_needs_from_here_only() -> None:
         assert "script-src 'self'" in page.headers["content-security-policy"]
         assert "<script>" not in page.text and "style=" not in page.text and "onclick" not in page.text
         assert "http://" not in page.text and "https://" not in page.text
-        scripts = ("app", "camera", "client", "dom", "fold", "picture", "record", "share", "stats", "suggestions")
-        names = (*(f"{name}.js" for name in scripts), "style.css", "icon.svg")
+        scripts = sorted(path.name for path in STATIC.iterdir() if path.name.endswith(".js"))
+        names = (*scripts, "style.css", "icon.svg")
         for name in names:
             response = await site.http.get(f"/static/{name}")
             assert response.status_code == 200

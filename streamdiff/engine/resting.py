@@ -1,5 +1,5 @@
-"""Sessions that come to rest: those to save, one after the other, each of which then goes on; and those that nobody
-needs, whose caches leave the device where memory is short.
+"""Sessions that come to rest: those to save, one after the other, each of which then continues; and those without
+viewers, whose caches leave the device where memory is short.
 
 Sans-IO, and without a clock: the web process says which sessions are active (`SetActive`).
 """

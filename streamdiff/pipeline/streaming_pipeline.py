@@ -163,8 +163,8 @@ class StreamingPipeline(Ring):
         return conditioning, None if latents is None else torch.from_numpy(np.array(latents)), given
 
     def reset(self, session: int, conditioning: Tensor, *, epoch: int, **more: Any) -> None:
-        """As `Ring.reset`; the frame credit is 0 until it is set again. A session that is swapped out was told to come
-        back before (`swap_in`), as that takes memory."""
+        """As `Ring.reset`; the frame credit is 0 until it is set again. A swapped-out session is swapped in
+        first (`swap_in`), as that takes memory."""
         self.resting.forget(session)
         self.scheduler.hold(session, False)
         super().reset(session, conditioning, epoch=epoch, **more)
@@ -271,7 +271,7 @@ class StreamingPipeline(Ring):
     def collect(self, wait_s: float) -> list[Frames]:
         """The frames that are decoded by now; waits up to `wait_s` for some, while any are to come. Mutates: self."""
         if (self.resting.savings or self.resting.away) and self.resting.advance():
-            wait_s = 0.0  # the next piece is to be copied, or a session goes on
+            wait_s = 0.0  # the next piece is to be copied, or a session continues
         undelivered, self.undelivered = self.undelivered, []
         frames = undelivered + self._collect(0.0 if undelivered else wait_s)
         if self._finished_costs:

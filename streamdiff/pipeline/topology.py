@@ -87,8 +87,8 @@ def connect_stage(
     model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
 ) -> RingParts:
     """A rank's stage, and what leads from it. `model` has its blocks only. With `nccl` all ranks of the default group,
-    which is one of gloo, call this or `join_edges`; it returns when all have, and `on_edge` is told which edge is
-    next."""
+    which is one of gloo, call this or `join_edges`; it returns when all have, and `on_edge` is called with the next
+    edge."""
     group = stage_group(topology.stages, topology.shares, model.spec.chunk_latents, device)
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
     if not topology.edges:

@@ -172,7 +172,7 @@ class RestingStates:
 
     def _swap_decoder(self, session: int, away: _Away) -> bool:
         """What the decoder remembers goes when all that it is to decode of the session has come, and comes back with
-        the session, which then goes on: whether it does. Mutates: self, away."""
+        the session, which then continues. Returns whether it does. Mutates: self, away."""
         stream, decoding = self._pipeline.streams[session], self._pipeline.decoding
         if away.ticket is None:
             if not away.decoder_out and not stream.decoding and not self._pipeline.occupied(session):

@@ -23,7 +23,7 @@ class ControlHolders:
     heard_s: dict[str, float] = field(default_factory=dict)
 
     def hold(self, peer: str, values: Mapping[str, float], now_s: float) -> None:
-        """A peer sets controls; the newest value of each counts, whoever says it. Mutates: self."""
+        """A peer sets controls; the newest value of each counts, from any peer. Mutates: self."""
         self.heard_s[peer] = now_s
         for name, value in values.items():
             if value:

@@ -16,7 +16,7 @@ from streamdiff.core import Frames
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
-from streamdiff.engine.resting import RestQueue
+from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
@@ -55,7 +55,7 @@ class Engine:
         # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
         self._prompt_queue = PromptQueue(pipeline)
-        self._resting = RestQueue(pipeline, self._in_slot)
+        self._resting = SaveAndSwapQueue(pipeline, self._in_slot)
         pipeline.on_fault = self._note_failure
 
     def ready(self) -> messages.Ready:

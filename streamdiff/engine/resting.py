@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class RestQueue:
+class SaveAndSwapQueue:
     """What an engine saves, and swaps, of the sessions of its pipeline."""
 
     def __init__(self, pipeline: StreamingPipeline, in_slot: Mapping[int, Session]) -> None:

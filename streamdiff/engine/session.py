@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 
+MOST_CONTROL_REQUESTS = 256
+"""Of a session, that wait for their first frame; the oldest is forgotten first, as the web process does."""
+
+
 @dataclass
 class Blend:
     """A prompt that comes over `over` chunks: `share` of them have been given their mix of what held `before` and what
@@ -197,6 +201,8 @@ class Session:
         if not request:
             return []
         self._control_requests[request] = change
+        if len(self._control_requests) > MOST_CONTROL_REQUESTS:  # while it is paused no chunk obeys them
+            del self._control_requests[next(iter(self._control_requests))]
         return [Accepted(self.name, request, self.epoch, "")]
 
     def _change(self, kind: str, value: Any) -> None:

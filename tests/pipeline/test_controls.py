@@ -152,6 +152,15 @@ def test_keys_stay_down_over_a_reset_and_its_first_chunk_obeys() -> None:
     made.close()
 
 
+def test_a_paused_session_remembers_a_bounded_number_of_requests() -> None:
+    made = engine()
+    made.handle(messages.SetPaused("s", True))
+    for number in range(1000):
+        made.handle(messages.SetControls("s", {"x": number / 1000}, str(number)))
+    assert list(made._sessions["s"]._control_requests) == [str(number) for number in range(744, 1000)]
+    made.close()
+
+
 def test_a_steered_session_is_made_no_further_ahead_than_it_must() -> None:
     made = engine()
     made.handle(messages.SetControls("s", {"x": 1.0}))

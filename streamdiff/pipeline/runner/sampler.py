@@ -195,7 +195,7 @@ class SamplerState:
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=DERIVED)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     controls: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
-    """By chunk in flight, or `kept`: its control vectors `[F, K]` on the CPU; empty where the model has no controls."""
+    """By chunk in flight, or `kept`: its control vectors `[F, K]`; empty where the model has no controls."""
     held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
     """The controls that the next chunk gets. A resumed session begins with none."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -224,6 +224,7 @@ class LatentSampler:
         self.sessions: dict[int, SamplerState] = {}
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
+        self._at_rest = torch.zeros(model.spec.chunk_latents, len(model.spec.controls), device=device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
     def prepare(
@@ -301,15 +302,15 @@ class LatentSampler:
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._begin(row)
                 if self.spec.controls:
-                    session.controls[row.chunk] = session.held.take(self.spec.chunk_latents, self.spec.controls)
+                    vectors = session.held.take(self.spec.chunk_latents, self.spec.controls)
+                    session.controls[row.chunk] = vectors.to(self.device, non_blocking=True)
             times.append(self._time(row))
             latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
         given = torch.stack(latents).to(self.dtype), torch.stack(times)
         if not self.spec.controls:
             return given
-        at_rest = torch.zeros(self.spec.chunk_latents, len(self.spec.controls))
-        controls = [self.sessions[row.session].controls.get(row.chunk, at_rest) for row in rows]
-        return *given, torch.stack(controls).to(self.device, self.dtype, non_blocking=True)
+        controls = [self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows]
+        return *given, torch.stack(controls).to(self.dtype)
 
     def look_ahead(self, rows: Sequence[MicroStep]) -> None:
         """`rows` are about to enter: have prepared, while the stage computes, what their chunks' next steps need, and

@@ -258,7 +258,7 @@ async def _serve_engine(
         if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
             if hands_over:
                 await state.manager.hand_over()
-                console.info("sessions are handed over in %s, to the next server", config.serve.handover)
+                console.info("sessions are in %s: the next server opens them", config.serve.handover)
             else:
                 await _drain(state, config.serve.drain_s, shutdown)
             await state.manager.keeper.end()

@@ -325,7 +325,7 @@ class ServeConfig(_Section):
 
     host: Annotated[str, Flag(metavar="ADDRESS", group=SERVER)] = "127.0.0.1"
     """Address to listen on; with another than loopback others reach the server. 0.0.0.0 is all of IPv4, :: all of
-    IPv6."""
+    IPv6 and IPv4."""
     port: Annotated[int, Flag(group=SERVER)] = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
     name: Annotated[str | None, Flag("--server-name")] = Field(None, pattern=r"^[a-z0-9]{1,32}$")

@@ -77,8 +77,12 @@ def _carry_out(argv: list[str]) -> int:
                 return _reference(arguments, argv) if parser.is_reference(arguments) else _generate(arguments, argv)
         case "plan":
             from streamdiff.commands import plan
+            from streamdiff.models.resolve import check_parts
 
-            return plan.run(_config(arguments).model, _job(jobs.PlanJob, arguments))
+            model = _config(arguments).model
+            if "name" not in model.model_fields_set:
+                check_parts(model)  # the file says which model it is
+            return plan.run(model, _job(jobs.PlanJob, arguments))
         case "doctor":
             from streamdiff.commands import doctor
 

@@ -177,8 +177,8 @@ class ReferenceJob(_Job):
     """encoded video that chunks start from instead of noise alone, as `streamdiff encode` writes it: [C, F, h, w], or
     in chunks, see below"""
     strength: Annotated[float | None, Flag(metavar="S")] = None
-    """noise level, 0 to 1, that --video-latents is mixed with for the first step, which is told 1000 S (default: those
-    of the first of --steps)"""
+    """noise level, 0 to 1, that --video-latents is mixed with for the first step, whose timestep is 1000 S (default:
+    those of the first of --steps)"""
     first_steps: _File = None
     """timestep and noise level of each chunk's first step, or of every step, also by latent frame, instead of those of
     --steps and --strength; see below"""

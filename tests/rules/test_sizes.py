@@ -1,4 +1,4 @@
-"""How large the project is: the longest files and functions (decision 0062), and the package as a whole (0065).
+"""How large the project is: the longest files and functions and the package as a whole (decision 0062).
 
 A cap is moved by a decision. It is lowered when the package has become smaller.
 """

@@ -219,7 +219,7 @@ def _info_of(request: Request, session: LiveSession) -> SessionInfo:
     """A session as the API shows it."""
     state, prefix = state_of(request), request.scope.get("root_path", "")
     now_s = clock.monotonic_s()
-    session.lifetime.watch(session.watched, now_s)
+    session.lifetime.watch(session.watched, not session.idle, now_s)
     ends_s = session.lifetime.ends_s
     facts = session.state(may_control=False)  # without the engine's reason
     return SessionInfo(

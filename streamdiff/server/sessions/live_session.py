@@ -256,7 +256,7 @@ class LiveSession:
         """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for
         `serve.pause_after_s`. Does nothing before the engine has opened the session."""
         now_s, active = clock.monotonic_s(), not self.idle
-        self.lifetime.watch(self.watched, now_s)
+        self.lifetime.watch(self.watched, active, now_s)
         since_s = self.lifetime.idle_since_s
         wanted = active, not active and (since_s is None or now_s - since_s >= self._config.serve.pause_after_s)
         if self.opened and wanted != self._sent_active:
@@ -603,9 +603,10 @@ class LiveSession:
             kind, stage, lag_s = receipt.control.type, receipt.stage, receipt.lag_s
             if stage in ("accepted", "refused", "superseded"):
                 self._metrics.controls.labels(kind, stage).inc()
-            if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset", "control"):
+            waited = stage != "accepted" and receipt.begun_s < self.lifetime.plays_since_s  # for a viewer, or paused
+            if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset", "control") and not waited:
                 self._metrics.request_lag_s.labels(kind, stage).observe(lag_s)
-            self._lag_s = lag_s if stage == "shown" and kind != "control" else self._lag_s
+            self._lag_s = lag_s if stage == "shown" and kind != "control" and not waited else self._lag_s
             if stage in ("accepted", "refused"):
                 self._settle(receipt.owner, receipt)
             if receipt.owner in self.peers:

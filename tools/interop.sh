@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the third-party clients that tests/interop plays with, where that is ours to do: Node and npm packages
-# (libwebrtc, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus, and Prometheus' promtool.
+# (libwebrtc and libdatachannel, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus, and Prometheus' promtool.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.
 set -euo pipefail
@@ -36,7 +36,7 @@ node_plays() {
         fi
         cp package.json node_modules/.installed.json
     fi
-    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep, openai"
+    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep, node-datachannel, openai"
 }
 
 GSTREAMER=(gstreamer1.0-plugins-good gstreamer1.0-plugins-bad gstreamer1.0-nice gir1.2-gst-plugins-bad-1.0 python3-gi)

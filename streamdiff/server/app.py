@@ -26,7 +26,7 @@ from streamdiff.server.media.encoder import Format, choose
 from streamdiff.server.middleware import GuardMiddleware, not_ready
 from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
-from streamdiff.server.routes import control, sessions, videos, webrtc
+from streamdiff.server.routes import control, sessions, videos, webrtc, wheel
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
 from streamdiff.version import __version__
@@ -56,7 +56,8 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, not_ready()
-    routers = [webrtc.watching, webrtc.feeding, sessions.router, control.router, control.probes, videos.router]
+    routers = [webrtc.watching, webrtc.feeding, sessions.router, wheel.router]
+    routers += [control.router, control.probes, videos.router]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routers.append(_heads([route for router in routers for route in router.routes]))

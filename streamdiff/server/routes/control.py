@@ -20,16 +20,24 @@ from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.config import ServeConfig
-from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
+from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of, watcher_of
 from streamdiff.server.auth import Role
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Unavailable, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
-from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
+from streamdiff.server.routes.dependencies import BINARY, State, Steered, Watched, answer, body_of, operation
 from streamdiff.server.routes.schemas import Answer
+from streamdiff.server.routes.wheel import at_wheel
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, message_schema, parse
+from streamdiff.server.sessions.control import (
+    MAX_BODY_BYTES,
+    ControlMessage,
+    Receipt,
+    WheelMessage,
+    message_schema,
+    parse,
+)
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.tasks import end_tasks, wait_at_most
@@ -104,12 +112,15 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
     "/api/control", summary="Say one control message",
     **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, message_schema()), answers=_LATER),
 )  # fmt: skip
-async def control(request: Request, live: Controlled) -> Response:
+async def control(request: Request, state: State, live: Steered) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
     message = parse(await read_bytes(request, MAX_BODY_BYTES))
     if message.type == "get":
-        return JSONResponse(live.state(may_control=True))
+        return JSONResponse(live.state(state.may_control(request, live)))
+    if isinstance(message, WheelMessage):
+        return JSONResponse((await at_wheel(request, state, live, message)).model_dump())
+    live.wheel.check(message, watcher_of(request, live))
     receipt = await carry_out(live, message)
     return JSONResponse(receipt.message(), status_of([receipt]))
 

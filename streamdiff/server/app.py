@@ -26,7 +26,7 @@ from streamdiff.server.media.encoder import Format, choose
 from streamdiff.server.middleware import GuardMiddleware, not_ready
 from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
-from streamdiff.server.routes import control, sessions, videos, webrtc, wheel
+from streamdiff.server.routes import control, sessions, videos, webrtc
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
 from streamdiff.version import __version__
@@ -56,8 +56,8 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, not_ready()
-    routers = [webrtc.watching, webrtc.feeding, sessions.router, wheel.router]
-    routers += [control.router, control.probes, videos.router]
+    app.state.session_per_visitor = config.serve.session_per_visitor
+    routers = [webrtc.watching, webrtc.feeding, sessions.router, control.router, control.probes, videos.router]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routers.append(_heads([route for router in routers for route in router.routes]))
@@ -151,5 +151,8 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
         return respond(Problem(error.status_code, str(error.detail), headers), route_path(request.scope))
 
 
-async def _page() -> Response:
-    return Response((STATIC / "index.html").read_bytes(), media_type="text/html; charset=utf-8")
+async def _page(request: Request) -> Response:
+    page = (STATIC / "index.html").read_bytes()
+    if request.app.state.session_per_visitor:  # the page opens it
+        page = page.replace(b"<html", b"<html data-own-session", 1)
+    return Response(page, media_type="text/html; charset=utf-8")

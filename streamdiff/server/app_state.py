@@ -33,6 +33,8 @@ from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Feeders, Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
+VISITS_PER_S, VISIT_BURST = 0.2, 10.0
+"""Sessions that visitors open from one address."""
 MAX_SOCKETS = 64
 MAX_SNAPSHOTS, MAX_CLIPS = 2, 8
 _BEARER = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
@@ -61,6 +63,7 @@ class AppState:
         serve = config.serve
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
+        self._visits = PerAddressLimiter(VISITS_PER_S, VISIT_BURST)
         self.manager = Manager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
@@ -159,9 +162,10 @@ class AppState:
         """Whether a caller shows a control token of a session. Nobody owns one that takes none."""
         return _token_of(request) is not None and self.may_control(request, session)
 
-    def limit(self, request: HTTPConnection) -> None:
-        """Count a request that changes something. Raises Problem: 429 for too many from one address."""
-        self._requests.check(address_of(request), "requests", clock.monotonic_s())
+    def limit(self, request: HTTPConnection, visits: bool = False) -> None:
+        """Count a request that changes something, or opens a session for a visitor. Raises Problem: 429 for too many
+        from one address."""
+        (self._visits if visits else self._requests).check(address_of(request), "requests", clock.monotonic_s())
 
     def session(self, request: HTTPConnection) -> LiveSession:
         """The session a request is about, which it may watch: of its path, else of its query, else the default one.

@@ -85,8 +85,11 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
-        state.require(request, Role.CONTROLLER)
-        state.limit(request)
+        visits = state.config.serve.session_per_visitor and state.role(request) is not Role.CONTROLLER
+        state.require(request, Role.VIEWER if visits else Role.CONTROLLER)
+        state.limit(request, visits)
+        if visits and bodies.media_type(request) == FORM:
+            raise Problem(415, "Files take the control token; a visitor's session is opened by JSON.")
         async with _place_for_upload(request, state):
             session = await _open(request, state)
     assert session.tokens is not None

@@ -20,7 +20,6 @@ from streamdiff.server.sessions.control import (
     MESSAGES_PER_S,
     ChangeMessage,
     ControlError,
-    WheelMessage,
     parse,
 )
 from streamdiff.server.sessions.live_session import LiveSession
@@ -108,14 +107,12 @@ class ControlConnection(ABC):
         control = parse(data)
         wheel, watcher = self._session.wheel, self._watcher
         if isinstance(control, ChangeMessage) and not (self._may_control or wheel.holds(watcher)):
-            also = " or the wheel" if wheel.open else ""
-            raise ControlError(
-                "forbidden", f"You may watch, not steer: that takes the control token{also}.", id=control.id
-            )
+            why = "You may watch, not steer: that takes the control token or the wheel."
+            raise ControlError("forbidden", why, id=control.id)
         wheel.check(control, watcher)
         if control.type == "get":
             self.send(self._session.state(self._may_control) | {"id": control.id})
-        elif isinstance(control, WheelMessage):
+        elif control.type == "wheel":
             wheel.carry_out(control, watcher)
             self.send({"type": "wheel", "id": control.id, **wheel.state()})
         elif control.type == "ping":

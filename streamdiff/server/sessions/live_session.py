@@ -128,8 +128,8 @@ class LiveSession:
         self.tokens: Tokens | None = None
         """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
-        self.peers: dict[str, tuple[Mailbox, bool]] = {}
-        """By name: how a peer is sent a message, and whether it may control the session."""
+        self.peers: dict[str, tuple[Mailbox, bool, Watcher]] = {}
+        """By name: how a peer is sent a message, whether it may control the session, and who it is at the wheel."""
         self._requests = RequestTracker()
         # Figures.
         self._made, self._shown, self._repeated, self._dropped = Rate(), Rate(), CounterDelta(), CounterDelta()
@@ -578,20 +578,21 @@ class LiveSession:
 
     def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> Watcher:
         """Send messages to `peer` from now on, the first with the state. Mutates: self."""
-        self.peers[peer], watcher = (mailbox, may_control), self.wheel.new(may_control, peer)
+        watcher = self.wheel.new(may_control, peer)
+        self.peers[peer] = mailbox, may_control, watcher
         about = {"role": "controller" if may_control else "viewer", "watcher": watcher.id, "wheel_token": watcher.token}
         mailbox({"type": "hello", "protocol": 1, "viewer": peer, **about, "state": self.state(may_control)})
         return watcher
 
     def leave(self, peer: str) -> None:
         """Send `peer` no more messages. Mutates: self."""
-        self.peers.pop(peer, None)
+        if peer in self.peers:
+            self.wheel.gone(self.peers.pop(peer)[2])
         self.steering.leave(peer)
-        self.wheel.gone(peer)
 
     def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
         """Send a message to all peers; `to_viewers`: instead of it, to those that may not control."""
-        for mailbox, may_control in list(self.peers.values()):
+        for mailbox, may_control, _ in list(self.peers.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
     def _send_state(self) -> None:

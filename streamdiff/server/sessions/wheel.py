@@ -12,20 +12,13 @@ import secrets
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import ServeConfig
 from streamdiff.server.auth import read_setting_file
-from streamdiff.server.sessions.control import (
-    ChangeMessage,
-    ControlError,
-    ControlMessage,
-    Id,
-    PromptMessage,
-    WheelMessage,
-)
+from streamdiff.server.sessions import control
+from streamdiff.server.sessions.control import ControlError, Id, WheelMessage
 from streamdiff.server.tasks import wait_at_most
 
 MAX_WAITING = 32
@@ -40,16 +33,16 @@ class Watcher:
     """Who may have the wheel: a connection, by its name `peer`, or a client without one, which shows its `token`."""
 
     id: int
+    name: str
     may_steer: bool
     peer: str = ""
     address: str = ""
-    name: str = ""
-    token: str = field(default_factory=partial(secrets.token_urlsafe, 24), repr=False)
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     heard_s: float = 0.0
 
     def public(self) -> dict[str, Any]:
-        """What all may know."""
-        return {"id": self.id, "name": self.name or f"guest {self.id}"}
+        """What all may know, JSON-able."""
+        return {"id": self.id, "name": self.name}
 
 
 class WheelQueue:
@@ -88,17 +81,13 @@ class WheelQueue:
         if self.holder is not None and self.holder is not before:
             self.holder.heard_s = now_s
 
-    def next_s(self) -> float | None:
-        """When somebody loses the wheel or a place who is not heard until then; None: nobody does."""
-        return min((each.heard_s + self.idle_s for each in self.line if self._may_lose(each)), default=None)
-
-    def end_idle(self, now_s: float) -> None:
-        """Those who were not heard lose their places. Mutates: self, the next."""
-        idle = [each for each in self.line if self._may_lose(each) and now_s - each.heard_s >= self.idle_s]
-        self.leave(now_s, *idle)
-
-    def _may_lose(self, watcher: Watcher) -> bool:
-        return watcher is self.holder or not watcher.peer
+    def end_idle(self, now_s: float) -> float | None:
+        """Those who were not heard lose their places; a connection speaks for who waits. Returns when to look again;
+        None: nobody has a place. Mutates: self, those who have one."""
+        for each in self.line[1:]:
+            each.heard_s = now_s if each.peer else each.heard_s
+        self.leave(now_s, *(each for each in self.line if now_s - each.heard_s >= self.idle_s))
+        return min((each.heard_s + self.idle_s for each in self.line), default=None)
 
 
 class BlockedWords:
@@ -108,8 +97,8 @@ class BlockedWords:
 
     def __init__(self, config: ServeConfig) -> None:
         """Raises ConfigError for a file that cannot be read."""
-        path, key = config.blocked_words, "serve.blocked_words"
-        lines = [] if path is None else _plain(read_setting_file(path, key)).splitlines()
+        path = config.blocked_words
+        lines = [] if path is None else _plain(read_setting_file(path, "serve.blocked_words")).splitlines()
         words = [" ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")]
         either = "|".join(re.escape(word).replace(r"\*", r"\w*") for word in words)
         self._pattern = re.compile(rf"(?<!\w)(?:{either})(?!\w)") if words else None
@@ -130,40 +119,37 @@ class Wheel:
     """The wheel of one session: who may steer now. Tells watchers of changes; who is idle loses it. Lives on the event
     loop."""
 
-    def __init__(
-        self, session: str, idle_s: float, words: BlockedWords, tell: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, session: str, idle_s: float, words: BlockedWords, tell: Callable[[Any], None]) -> None:
         """`tell` sends a message to all that watch."""
         self._session, self._words, self._tell = session, words, tell
         self._queue, self.open = WheelQueue(idle_s), False
         """`open`: whether who may only watch may take it too."""
-        self._watchers: dict[str, Watcher] = {}
-        """By token: all connections, and others that have a place."""
-        self._numbers, self._changed = itertools.count(1), asyncio.Event()
+        self._connected: dict[str, Watcher] = {}
+        """By token."""
+        self._count, self._changed = itertools.count(1), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     # ---- who is who ---------------------------------------------------------------------------------------------
 
     def new(self, may_steer: bool, peer: str = "", address: str = "") -> Watcher:
-        """Somebody new, whom `find` finds while connected, or else with a place. Mutates: self."""
-        watcher = Watcher(next(self._numbers), may_steer, peer, address)
+        """Somebody new, whom `find` finds while connected or in the queue. Mutates: self."""
+        watcher = Watcher(number := next(self._count), f"guest {number}", may_steer, peer, address)
         if peer:
-            self._watchers[watcher.token] = watcher
+            self._connected[watcher.token] = watcher
         return watcher
+
+    def gone(self, watcher: Watcher) -> None:
+        """A connection has ended. Mutates: self."""
+        del self._connected[watcher.token]
+        self._queue.leave(clock.monotonic_s(), watcher)
+        self._changed.set()
 
     def find(self, token: str) -> Watcher | None:
-        """Who has this token; counts as a word of one that waits. Mutates: the watcher."""
-        watcher = self._watchers.get(token)
-        if watcher is not None and watcher is not self._queue.holder:
+        """Who has this token; one that waits is heard by that. Mutates: the watcher."""
+        watcher = self._connected.get(token) or next((each for each in self._queue.line if each.token == token), None)
+        if watcher is not None and not self.holds(watcher):
             watcher.heard_s = clock.monotonic_s()
         return watcher
-
-    def gone(self, peer: str) -> None:
-        """A connection has ended. Mutates: self."""
-        for watcher in [each for each in self._watchers.values() if each.peer == peer]:
-            del self._watchers[watcher.token]
-            self._queue.leave(clock.monotonic_s(), watcher)
-            self._changed.set()
 
     def holds(self, watcher: Watcher | None) -> bool:
         """Whether somebody has the wheel."""
@@ -178,70 +164,62 @@ class Wheel:
         line = [each.public() for each in self._queue.line]
         return {"holder": line[0] if line else None, "queue": line[1:], "open": self.open}
 
-    def connected(self) -> list[dict[str, Any]]:
-        """All connections, as far as all may know of them."""
-        return [each.public() for each in self._watchers.values() if each.peer]
+    def watchers(self) -> list[dict[str, Any]]:
+        """All that are connected, as `state` has them."""
+        return [each.public() for each in self._connected.values()]
 
     # ---- what they may do ---------------------------------------------------------------------------------------
 
-    def check(self, message: ControlMessage, watcher: Watcher | None) -> None:
-        """Check that a caller, None: without a name here, may say a message now; it counts as a word of the holder.
-        Mutates: the holder.
+    def check(self, message: control.ControlMessage, watcher: Watcher | None) -> None:
+        """Check that a caller, None: unknown here, may say a message now; a holder is heard by that.
 
         Raises:
             ControlError: somebody else has the wheel, or a prompt has a word that is blocked.
         """
-        if isinstance(message, PromptMessage):
+        if isinstance(message, control.PromptMessage):
             self._words.check(message.prompt, "prompt", message.id)
-        if isinstance(message, ChangeMessage):
+        if isinstance(message, control.ChangeMessage):
             self.check_holder(watcher, message.id)
 
     def check_holder(self, watcher: Watcher | None, id: Id = None) -> None:
-        """The same of a request that steers without a message."""
-        if (holder := self._queue.holder) is None:
-            return
-        if holder is not watcher:
+        """`check` of a request that steers without a message."""
+        holder = self._queue.holder
+        if holder is not None and holder is not watcher:
             how = f'POST {{"do": "take"}} to /api/sessions/{self._session}/wheel, or send it with type wheel'
-            why = f"{holder.public()['name']} has the wheel: nobody else steers. To wait for it, {how}."
+            why = f"{holder.name} has the wheel: nobody else steers. To wait for it, {how}."
             raise ControlError("wheel", why, id=id)
-        holder.heard_s = clock.monotonic_s()
+        if holder is not None:
+            holder.heard_s = clock.monotonic_s()
 
     def carry_out(self, message: WheelMessage, watcher: Watcher, owner: bool = False) -> Watcher:
-        """Do what a watcher asks for, who may show that the session is theirs; returns whom it is about. The caller
-        ends the connection of one that is to be removed. Mutates: self.
+        """Do what a watcher asks for; `owner`: who showed that the session is theirs. Returns whom it is about: the
+        caller ends the connection of one that is to be removed. Mutates: self.
 
         Raises:
             ControlError: it may not, all places are taken, a name that is blocked or somebody else's, nobody of that
-                number.
+                number. Nothing has changed.
         """
-        now_s, queue, about = clock.monotonic_s(), self._queue, watcher
-        match message.do:
-            case "take":
-                if not (watcher.may_steer or self.open):
-                    raise ControlError("forbidden", "The owner has not opened the wheel to watchers.", id=message.id)
-                self._call(watcher, message)
-                if not queue.enter(watcher, now_s):
-                    again = {"Retry-After": str(round(queue.idle_s) or 1)}
-                    raise ControlError("queue_full", "All places in the queue are taken.", "", message.id, again)
-            case "give_up":
-                queue.leave(now_s, watcher)
-            case _ if not owner:
-                why = "This is for who shows a control token of the session, over HTTP."
-                raise ControlError("forbidden", why, "do", message.id)
-            case "take_back":
-                self._call(watcher, message)
-                queue.put_first(watcher, now_s)
-            case "pass":
-                queue.put_first(about := self._of(message), now_s)
-            case "remove":
-                queue.leave(now_s, about := self._of(message))
+        now_s, queue, do = clock.monotonic_s(), self._queue, message.do
+        if not (owner or do == "give_up" or (do == "take" and (watcher.may_steer or self.open))):
+            why = "`take` is for who may steer, or all when its owner opens it; the rest takes a control token over HTTP."
+            raise ControlError("forbidden", why, "do", message.id)
+        about = self._find(message) if do in ("pass", "remove") else watcher
+        name = message.name or watcher.name
+        self._words.check(name, "name", message.id)
+        if _plain(name) in (_plain(each.name) for each in queue.line if each is not watcher):
+            raise ControlError("name_taken", "Somebody in the queue has this name.", "name", message.id)
+        match do:
+            case "take" if not queue.enter(watcher, now_s):
+                raise ControlError("queue_full", "All places are taken.", "", message.id, {"Retry-After": "10"})
+            case "give_up" | "remove":
+                queue.leave(now_s, about)
+            case "take_back" | "pass":
+                queue.put_first(about, now_s)
             case "open" | "close":
-                self.open = message.do == "open"
+                self.open = do == "open"
                 queue.leave(now_s, *(each for each in queue.line if not (self.open or each.may_steer)))
-        if watcher in queue.line:
-            self._watchers[watcher.token] = watcher
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name=f"wheel-{self._session}")
+        watcher.name = name
+        self._task = self._task or asyncio.create_task(self._run(), name=f"wheel-{self._session}")
         self._changed.set()
         return about
 
@@ -249,36 +227,21 @@ class Wheel:
         if self._task is not None:
             self._task.cancel()
 
-    def _call(self, watcher: Watcher, message: WheelMessage) -> None:
-        """Give a watcher the name that they ask for. Mutates: watcher."""
-        if message.name is None:
-            return
-        self._words.check(message.name, "name", message.id)
-        others = (each.public()["name"] for each in self._queue.line if each is not watcher)
-        if _plain(message.name) in map(_plain, others):
-            raise ControlError("name_taken", "Somebody in the queue has this name.", "name", message.id)
-        watcher.name = message.name
-
-    def _of(self, message: WheelMessage) -> Watcher:
+    def _find(self, message: WheelMessage) -> Watcher:
         """Whom a message is about."""
-        for each in self._watchers.values():
+        for each in (*self._connected.values(), *self._queue.line):
             if each.id == message.watcher:
                 return each
-        why = f"`watcher` is {message.watcher}; GET /api/sessions/{self._session}/wheel lists who watches."
-        raise ControlError("unknown_watcher", why, "watcher", message.id)
+        raise ControlError("unknown_watcher", "Nobody who watches has this number.", "watcher", message.id)
 
     async def _run(self) -> None:
         """Take places from the idle, and tell all who watch of changes, for ever."""
         told: dict[str, Any] = {}
         while True:
-            self._queue.end_idle(clock.monotonic_s())
-            self._watchers = {
-                name: each for name, each in self._watchers.items() if each.peer or each in self._queue.line
-            }
+            next_s = self._queue.end_idle(clock.monotonic_s())
             if (state := self.state()) != told:
                 self._tell({"type": "wheel", **state})
                 told = state
                 await asyncio.sleep(TOLD_S)
-            next_s = self._queue.next_s()
             await wait_at_most(self._changed, None if next_s is None else max(0.0, next_s - clock.monotonic_s()))
             self._changed.clear()

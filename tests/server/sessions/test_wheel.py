@@ -68,29 +68,29 @@ def names(state: dict[str, Any]) -> list[str]:
 
 
 def test_the_wheel_goes_on_in_order_to_who_waits_when_its_holder_leaves_or_is_idle() -> None:
-    queue, (a, b, rest) = WheelQueue(10.0), (Watcher(1, True, "a"), Watcher(2, True, "b"), Watcher(3, True))
+    queue, (a, b, rest) = WheelQueue(10.0), [Watcher(n, "", True, peer) for n, peer in enumerate(("a", "b", ""))]
     for now_s, watcher in enumerate((a, b, rest)):
         assert queue.enter(watcher, float(now_s)) and queue.enter(watcher, float(now_s)), "a second time is the first"
-    assert queue.line == [a, b, rest] and queue.next_s() == 10.0
-    queue.end_idle(9.9)
-    assert queue.holder is a
-    queue.end_idle(10.0)
-    assert queue.line == [b, rest] and b.heard_s == 10.0, "who was not heard has lost it, and the next has its time"
-    queue.end_idle(12.0)
+    assert queue.line == [a, b, rest] and queue.end_idle(9.9) == 10.0
+    assert queue.end_idle(10.0) == 12.0 and queue.line == [b, rest], "who was not heard has lost it"
+    assert queue.end_idle(12.0) == 20.0, "the next has its time"
     assert queue.line == [b], "who has no connection keeps a place by asking"
     queue.enter(a, 13.0)
     queue.put_first(a, 14.0)
     assert queue.line == [a], "who loses it to another does not wait"
     queue.leave(15.0, b)
     queue.leave(15.0, a)
-    assert queue.holder is None and queue.next_s() is None
+    assert queue.holder is None and queue.end_idle(16.0) is None
 
 
 def test_the_queue_has_a_bound_and_one_address_few_places_without_connections() -> None:
     queue = WheelQueue(10.0)
-    assert [queue.enter(Watcher(n, True, address="x"), 0.0) for n in range(MAX_UNCONNECTED + 1)][-2:] == [True, False]
-    assert queue.enter(Watcher(90, True, "a connection", "x"), 0.0)
-    places = [queue.enter(Watcher(n, True, f"p{n}"), 0.0) for n in range(MAX_WAITING + 1)]
+    assert [queue.enter(Watcher(n, "", True, address="x"), 0.0) for n in range(MAX_UNCONNECTED + 1)][-2:] == [
+        True,
+        False,
+    ]
+    assert queue.enter(Watcher(90, "", True, "a connection", "x"), 0.0)
+    places = [queue.enter(Watcher(n, "", True, f"p{n}"), 0.0) for n in range(MAX_WAITING + 1)]
     assert len(queue.line) == 1 + MAX_WAITING and not places[-1]
 
 
@@ -141,7 +141,7 @@ async def test_a_client_without_a_connection_shows_its_wheel_token() -> None:
         second = (await asks(site, "take")).json()
         assert (first["place"], first["holder"]["name"]) == (0, "one")
         assert (second["place"], second["queue"]) == (1, [{"id": second["you"], "name": f"guest {second['you']}"}])
-        for token, status in ((first["token"], 200), (second["token"], 409), ("wrong", 409), ("", 409)):
+        for token, status in ((first["wheel_token"], 200), (second["wheel_token"], 409), ("wrong", 409), ("", 409)):
             for message in (PROMPT, {"type": "pause"}, {"type": "resume"}):
                 answer = await site.http.post("/api/control", json=message, headers={"Wheel-Token": token})
                 assert answer.status_code == status, (message, answer.text)
@@ -151,9 +151,9 @@ async def test_a_client_without_a_connection_shows_its_wheel_token() -> None:
         assert (await site.http.delete("/api/sessions/default/input")).json()["code"] == "wheel"
         offer = {"Content-Type": "application/sdp"}
         assert (await site.http.post("/whip", content=b"v=0", headers=offer)).json()["code"] == "wheel"
-        await asks(site, "give_up", wheel=first["token"])
-        shown = (await site.http.get(WHEEL, headers={"Wheel-Token": second["token"]})).json()
-        assert (shown["place"], shown["queue"], shown["watchers"]) == (0, [], None)
+        await asks(site, "give_up", wheel=first["wheel_token"])
+        shown = (await site.http.get(WHEEL, headers={"Wheel-Token": second["wheel_token"]})).json()
+        assert (shown["place"], shown["queue"], "watchers" in shown) == (0, [], False)
         async with seats(site, 1) as (connected,):
             name = next(name for name in site.live.peers)  # which is no secret
             assert (await asks(site, "take", wheel=name)).json()["you"] not in (second["you"], connected.id)
@@ -243,3 +243,25 @@ async def test_words_that_are_blocked_are_in_no_prompt_and_no_name(tmp_path: Pat
             assert (await watcher.says(PROMPT | {"prompt": text}))["stage"] == "accepted", text
     with pytest.raises(ConfigError):
         BlockedWords(ServeConfig(blocked_words=str(tmp_path / "none")))
+
+
+async def test_visitors_open_sessions_of_their_own_while_there_is_room_for_their_address(tmp_path: Path) -> None:
+    async with open_site(locked(tmp_path, session_per_visitor=True)) as site:
+        assert "data-own-session" in (await site.http.get("/")).text
+        assert (await site.http.post("/api/sessions", json={})).status_code == 401, "who may not watch is no visitor"
+        opened = await site.http.post("/api/sessions", json={}, headers=bearer(VIEW))
+        own = opened.json()
+        change = {"json": {"prompt": "blue"}, "headers": bearer(own["control_token"])}
+        assert (await site.http.patch(f"/api/sessions/{own['id']}", **change)).status_code == 200
+        assert (await site.http.patch("/api/sessions/default", **change)).status_code == 401
+        form = await site.http.post("/api/sessions", files={"snapshot": b"x"}, headers=bearer(VIEW))
+        assert form.status_code == 415
+        answers = [
+            (await site.http.post("/api/sessions", json={}, headers=bearer(VIEW))).status_code for _ in range(12)
+        ]
+        assert 429 in answers and set(answers) <= {201, 503, 429}
+        plain = await site.http.post("/api/sessions", json={}, headers=bearer(CONTROL))
+        assert plain.status_code in (201, 503), "the operator is no visitor"
+    async with open_site(locked(tmp_path)) as site:
+        assert "data-own-session" not in (await site.http.get("/")).text
+        assert (await site.http.post("/api/sessions", json={}, headers=bearer(VIEW))).status_code == 403

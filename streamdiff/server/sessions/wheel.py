@@ -201,7 +201,7 @@ class Wheel:
         """
         now_s, queue, do = clock.monotonic_s(), self._queue, message.do
         if not (owner or do == "give_up" or (do == "take" and (watcher.may_steer or self.open))):
-            why = "`take` is for who may steer, or all when its owner opens it; else show a control token over HTTP."
+            why = "This takes a control token, over HTTP; `take`: or that the owner opens the wheel to all who watch."
             raise ControlError("forbidden", why, "do", message.id)
         about = self._find(message) if do in ("pass", "remove") else watcher
         name = message.name or watcher.name

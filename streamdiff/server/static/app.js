@@ -44,10 +44,10 @@ function drawStatus() {
 
 /** Who may only watch sees every control, disabled, and why. Of the others a few wait for the connection and the engine. */
 function drawControls() {
-  const why = view.steers ? "" : view.wheelTaken ? "Somebody else has the wheel." : token
+  const why = view.steers ? "" : view.wheelSays ? view.wheelSays : token
     ? "The token in this page's address lets you watch. Steering takes the control token."
     : "You may watch. Steering takes the control token, at the end of this page's address: #token=…";
-  $("readonly").hidden = view.steers || view.wheelTaken; // which the wheel's line says
+  $("readonly").hidden = view.steers || Boolean(view.wheelSays); // in a line of its own
   document.body.classList.toggle("watching", !view.steers);
   setText($("readonly-text"), why);
   const obeyed = client.connected && view.engine === "running";

@@ -41,7 +41,6 @@ export function startWheel(client, view, changed) {
     const { holder, queue } = wheel;
     const at = place();
     view.steers = holder ? at === 0 : controller;
-    view.wheelTaken = holder !== null && at !== 0;
     const mayTake = controller || wheel.open || at >= 0;
     const waiting = queue.length ? ` ${queue.length} ${queue.length === 1 ? "waits" : "wait"}.` : "";
     const who = !holder ? "Nobody has the wheel." : at === 0 ? "You have the wheel." : `${holder.name} has the wheel.`;
@@ -51,6 +50,7 @@ export function startWheel(client, view, changed) {
       setText(button, at === 0 ? "Give it up" : at > 0 ? "Leave the queue" : holder ? "Wait for it" : "Take the wheel");
     }
     $("wheel").hidden = !holder && (controller || !wheel.open);
+    view.wheelSays = $("wheel").hidden ? "" : who;
     $("wheel-form").hidden = !mayTake && $("wheel-owner").hidden;
     setText($("wheel-open"), wheel.open ? "Only who may steer" : "Open to all who watch");
     changed();

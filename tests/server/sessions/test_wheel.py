@@ -123,15 +123,18 @@ async def test_fifty_watchers_see_who_steers_and_their_places_and_only_the_holde
         assert (await others[1].says(PROMPT))["stage"] == "accepted", "as it was"
 
 
-async def test_a_viewer_on_a_data_channel_has_it_and_loses_it_when_idle() -> None:
-    serve = ServeConfig(wheel_idle_s=0.3)
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_viewer_on_a_data_channel_has_it_and_loses_it_when_idle_or_gone(leaves: bool) -> None:
+    serve = ServeConfig(wheel_idle_s=60.0 if leaves else 0.3)
     async with open_site(Config(serve=serve)) as site, seats(site, 1) as (other,):
         peer = await site.watch()
         hello = await peer.message({"type": "hello"})
         peer.channel.send(json.dumps({"type": "wheel", "id": 1, "do": "take", "name": "Ada"}))
         await peer.message({"type": "wheel", "id": 1, "holder": {"id": hello["watcher"], "name": "Ada"}})
         await other.socket.message({"type": "wheel", "holder": {"id": hello["watcher"], "name": "Ada"}})
-        await other.socket.message({"type": "wheel", "holder": None})  # its tab is hidden, and says nothing
+        if leaves:
+            await peer.pc.close()
+        await other.socket.message({"type": "wheel", "holder": None})  # or its tab is hidden, and says nothing
         assert (await other.says(PROMPT))["stage"] == "accepted"
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from streamdiff import clock
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Reset, SetPaused, SetPrompt
 from streamdiff.errors import ConfigError
-from streamdiff.server.sessions.wheel import MAX_UNCONNECTED, MAX_WAITING, BlockedWords, Watcher, WheelQueue
+from streamdiff.server.sessions.control import AskMessage, HoldMessage, WheelMessage
+from streamdiff.server.sessions.wheel import MAX_UNCONNECTED, MAX_WAITING, BlockedWords, Watcher, Wheel, WheelQueue
 from tests.server.conftest import CONTROL, VIEW, Site, bearer, locked, open_site
 from tests.server.socket_client import SocketClient
 
@@ -78,9 +80,27 @@ def test_the_wheel_goes_on_in_order_to_who_waits_when_its_holder_leaves_or_is_id
     queue.enter(a, 13.0)
     queue.put_first(a, 14.0)
     assert queue.line == [a], "who loses it to another does not wait"
-    queue.leave(15.0, b)
-    queue.leave(15.0, a)
+    queue.enter(rest, 14.0)
+    queue.leave(15.0, b, a)
+    assert queue.line == [rest] and queue.end_idle(15.0) == 25.0
+    queue.leave(16.0, rest)
     assert queue.holder is None and queue.end_idle(16.0) is None
+
+
+async def test_who_steers_is_not_idle_and_who_only_asks_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, told = 0.0, list[dict[str, Any]]()
+    monkeypatch.setattr(clock, "monotonic_s", lambda: now_s)
+    wheel = Wheel("default", 10.0, BlockedWords(ServeConfig()), told.append)
+    holder, waiting = wheel.new(True, "a"), wheel.new(True, address="x")
+    for watcher in (holder, waiting):
+        wheel.carry_out(WheelMessage(do="take"), watcher)
+    now_s = 9.0
+    wheel.check(HoldMessage(type="pause"), holder)
+    now_s = 12.0
+    wheel.check(AskMessage(type="get"), holder)
+    assert wheel.find(holder.token) is holder and wheel.find(waiting.token) is waiting
+    assert (holder.heard_s, waiting.heard_s) == (9.0, 12.0)
+    wheel.close()
 
 
 def test_the_queue_has_a_bound_and_one_address_few_places_without_connections() -> None:

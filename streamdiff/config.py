@@ -392,6 +392,12 @@ class ServeConfig(_Section):
     """json: one object per line, viewers that connect and leave included."""
     drain_s: float = Field(0.0, ge=0)
     """Seconds for which viewers may stay after SIGTERM; no session is opened meanwhile."""
+    session_per_visitor: Annotated[bool, Flag(group=ACCESS)] = False
+    """Who opens the page without naming a session gets one of their own, while there is room."""
+    wheel_idle_s: float = Field(60.0, gt=0, le=86_400)
+    """Seconds after which who has the wheel of a session, and does not steer, loses it."""
+    blocked_words: str | None = None
+    """A file with words, one a line, that prompts of sessions and names of watchers must not have; null: none."""
     handover: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder in which sessions are left at SIGTERM for the next server that has it: same ids, tokens and pictures."""
     keep_s: Annotated[float | None, Flag()] = Field(None, ge=0.1)

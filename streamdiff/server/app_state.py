@@ -28,10 +28,13 @@ from streamdiff.server.sessions.control import EngineStatus
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, Manager
+from streamdiff.server.sessions.wheel import Watcher
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Feeders, Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
+VISITS_PER_S, VISIT_BURST = 0.2, 10.0
+"""Sessions that visitors open from one address."""
 MAX_SOCKETS = 64
 MAX_SNAPSHOTS, MAX_CLIPS = 2, 8
 _BEARER = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
@@ -60,6 +63,7 @@ class AppState:
         serve = config.serve
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
+        self._visits = PerAddressLimiter(VISITS_PER_S, VISIT_BURST)
         self.manager = Manager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
@@ -83,6 +87,13 @@ class AppState:
         await self.feeders.end_session(session)
         await self.viewers.end_session(session)
         await self.outputs.end_session(session)
+
+    async def remove(self, session: LiveSession, peer: str) -> None:
+        """End the connection of a peer that the session's owner does not want. Does nothing for one that is gone."""
+        if peer in session.peers:
+            session.peers[peer][0]({"type": "session_ended", "reason": "removed"})  # ends sockets and events
+            await asyncio.sleep(0)  # lets the data channel send it
+            self.viewers.end_soon(peer, "removed")
 
     def _make_jobs(self, folder: Path, connection: EngineSupervisor) -> JobRunner:
         """The runner of the server's jobs, connected to the manager's events. Mutates: manager."""
@@ -147,9 +158,14 @@ class AppState:
         """Whether a caller may control a session."""
         return self.role(request, session) is Role.CONTROLLER
 
-    def limit(self, request: HTTPConnection) -> None:
-        """Count a request that changes something. Raises Problem: 429 for too many from one address."""
-        self._requests.check(address_of(request), "requests", clock.monotonic_s())
+    def owns(self, request: HTTPConnection, session: LiveSession) -> bool:
+        """Whether a caller shows a control token of a session. Nobody owns one that takes none."""
+        return _token_of(request) is not None and self.may_control(request, session)
+
+    def limit(self, request: HTTPConnection, visits: bool = False) -> None:
+        """Count a request that changes something, or opens a session for a visitor. Raises Problem: 429 for too many
+        from one address."""
+        (self._visits if visits else self._requests).check(address_of(request), "requests", clock.monotonic_s())
 
     def session(self, request: HTTPConnection) -> LiveSession:
         """The session a request is about, which it may watch: of its path, else of its query, else the default one.
@@ -166,8 +182,8 @@ class AppState:
         self.require(request, Role.VIEWER, session)
         return session
 
-    def controllable_session(self, request: HTTPConnection) -> LiveSession:
-        """The session that a request is about to change, and may.
+    def controllable_session(self, request: HTTPConnection, wheel: bool = False) -> LiveSession:
+        """The session that a request is about to change, and may; `wheel`: as may who has the wheel.
 
         Raises:
             Problem: 404, 410, 401, 403, 429, 503.
@@ -175,7 +191,8 @@ class AppState:
         with count_refusals(self.metrics.controls, "any"):
             self.limit(request)
             session = self.running_session(request)
-            self.require(request, Role.CONTROLLER, session)
+            if not (wheel and session.wheel.holds(watcher_of(request, session))):
+                self.require(request, Role.CONTROLLER, session)
         return session
 
     def running_session(self, request: HTTPConnection) -> LiveSession:
@@ -213,6 +230,11 @@ def _token_of(request: HTTPConnection) -> str | None:
     offered: list[str] = request.scope.get("subprotocols", [])
     shown = [each.removeprefix(TOKEN_PROTOCOL) for each in offered if each.startswith(TOKEN_PROTOCOL)]
     return shown[0] if shown else None
+
+
+def watcher_of(request: HTTPConnection, session: LiveSession) -> Watcher | None:
+    """Who a caller is at a session's wheel; None: it does not say."""
+    return session.wheel.find(request.headers.get("wheel-token", ""))
 
 
 @contextlib.contextmanager

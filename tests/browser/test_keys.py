@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -105,3 +106,24 @@ def test_fingers_have_a_stick_for_the_axes_and_buttons_for_the_rest(page: WebDri
         until(page, lambda seen: not held(seen))
     finally:
         page.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def test_who_waits_for_the_wheel_sees_who_has_it_and_steers_when_it_is_free(page: WebDriver, server: Server) -> None:
+    other = httpx.Client(base_url=server.url)
+    address, name = "/api/sessions/default/wheel", "<b>Ada</b>"
+    taken = other.post(address, json={"do": "take", "name": name}).json()
+    line, go = page.find_element("id", "wheel-text"), page.find_element("id", "wheel-go")
+    until(page, lambda _: line.text == f"{name} has the wheel.")
+    assert not page.find_element("id", "pad").is_displayed() and not page.find_element("id", "prompt").is_displayed()
+    ActionChains(page).key_down(Keys.ARROW_RIGHT).perform()
+    go.click()
+    until(page, lambda _: "You are number 1 of 1" in line.text)
+    other.post(address, json={"do": "give_up"}, headers={"Wheel-Token": taken["wheel_token"]})
+    until(page, lambda seen: line.text == "You have the wheel." and not held(seen))
+    ActionChains(page).key_up(Keys.ARROW_RIGHT).key_down(Keys.ARROW_RIGHT).perform()
+    until(page, held)
+    ActionChains(page).key_up(Keys.ARROW_RIGHT).perform()
+    assert other.post("/api/control", json={"type": "pause"}).status_code == 409
+    go.click()
+    until(page, lambda _: not line.is_displayed() and page.find_element("id", "prompt").is_displayed())
+    other.close()

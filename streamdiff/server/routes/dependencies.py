@@ -40,11 +40,17 @@ def _controllable_session(request: Request, session: SessionId = DEFAULT_SESSION
     return state_of(request).controllable_session(request)
 
 
+def _steerable_session(request: Request, session: SessionId = DEFAULT_SESSION) -> LiveSession:
+    return state_of(request).controllable_session(request, wheel=True)
+
+
 State = Annotated[AppState, Depends(state_of)]
 Watched = Annotated[LiveSession, Depends(_watchable_session)]
 """The session of a request that may watch it, see `AppState.session`."""
 Controlled = Annotated[LiveSession, Depends(_controllable_session)]
 """The session of a request that may change it, see `AppState.controllable_session`."""
+Steered = Annotated[LiveSession, Depends(_steerable_session)]
+"""The same, also for who has its wheel; whether somebody else has it is checked when the request is carried out."""
 
 Responses = dict[int | str, dict[str, Any]]
 Body = dict[str, Any]

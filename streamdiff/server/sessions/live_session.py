@@ -42,6 +42,7 @@ from streamdiff.server.sessions.control import (
 )
 from streamdiff.server.sessions.steering import Steering
 from streamdiff.server.sessions.video_input import VideoInput
+from streamdiff.server.sessions.wheel import BlockedWords, Watcher, Wheel
 from streamdiff.snapshot_header import SavedStream
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class LiveSession:
         metrics: Metrics,
         no_time: Callable[[ViewerDemand], Unavailable | None],
         occupancy: Callable[[], Sequence[float]],
+        words: BlockedWords,
     ) -> None:
         """`send` hands a command to the engine; `no_time` says why the session cannot have what it asks for; None: it
         can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
@@ -116,10 +118,8 @@ class LiveSession:
         self.epoch = -1
         """The latest one that the engine reported."""
         self._latest_shown_epoch = 0
-        self.asked_s = float("-inf")
-        """When the engine was asked last to open it."""
-        self.reserved_until_s = float("-inf")
-        """Until then it counts as playing, although it has no viewers."""
+        self.asked_s = self.reserved_until_s = float("-inf")
+        """When the engine was asked last to open it; until when it counts as playing, although it has no viewers."""
         self._sent_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out
         self._saves = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
@@ -128,8 +128,8 @@ class LiveSession:
         self.tokens: Tokens | None = None
         """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
-        self.peers: dict[str, tuple[Mailbox, bool]] = {}
-        """By name: how a peer is sent a message, and whether it may control the session."""
+        self.peers: dict[str, tuple[Mailbox, bool, Watcher]] = {}
+        """By name: how a peer is sent a message, whether it may control the session, and who it is at the wheel."""
         self._requests = RequestTracker()
         # Figures.
         self._made, self._shown, self._repeated, self._dropped = Rate(), Rate(), CounterDelta(), CounterDelta()
@@ -141,6 +141,7 @@ class LiveSession:
         """The video that feeds it."""
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
         """Noise that is mixed with that; and the controls that are held."""
+        self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
 
     @property
     def fps(self) -> float:
@@ -279,9 +280,8 @@ class LiveSession:
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
-        made_frames = self.playback.made_frames
         self.steering.forget()
-        self._deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
+        self._deliver(self._requests.engine_lost(carried, self.playback.made_frames, why, clock.monotonic_s()))
         self._send_state()
 
     def wait_for_memory(self, reason: str) -> None:
@@ -301,6 +301,7 @@ class LiveSession:
         for name in self._answers:
             self._settle(name, StreamEnded(self.id))
         self.steering.close()
+        self.wheel.close()
         if self.input is not None:
             await self.input.close()
         await self.playback.close()
@@ -475,8 +476,8 @@ class LiveSession:
                 await self._send(messages.SetInput(self.id, strength, request))
             case _:
                 await self._carry_out_here(message)
-                shown_epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
-                self._deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
+                now_s = clock.monotonic_s()
+                self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
                 self._requests.forget(request)
         return request
 
@@ -575,20 +576,23 @@ class LiveSession:
 
     # ---- to those connected -------------------------------------------------------------------------------------
 
-    def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> None:
+    def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> Watcher:
         """Send messages to `peer` from now on, the first with the state. Mutates: self."""
-        self.peers[peer] = mailbox, may_control
-        role = "controller" if may_control else "viewer"
-        mailbox({"type": "hello", "protocol": 1, "viewer": peer, "role": role, "state": self.state(may_control)})
+        watcher = self.wheel.new(may_control, peer)
+        self.peers[peer] = mailbox, may_control, watcher
+        about = {"role": "controller" if may_control else "viewer", "watcher": watcher.id, "wheel_token": watcher.token}
+        mailbox({"type": "hello", "protocol": 1, "viewer": peer, **about, "state": self.state(may_control)})
+        return watcher
 
     def leave(self, peer: str) -> None:
         """Send `peer` no more messages. Mutates: self."""
-        self.peers.pop(peer, None)
+        if peer in self.peers:
+            self.wheel.gone(self.peers.pop(peer)[2])
         self.steering.leave(peer)
 
     def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
         """Send a message to all peers; `to_viewers`: instead of it, to those that may not control."""
-        for mailbox, may_control in list(self.peers.values()):
+        for mailbox, may_control, _ in list(self.peers.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
     def _send_state(self) -> None:
@@ -634,6 +638,7 @@ class LiveSession:
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
             "controls": [asdict(each) for each in self._ready.controls],
+            "wheel": self.wheel.state(),
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,

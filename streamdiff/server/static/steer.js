@@ -192,6 +192,7 @@ export function startSteering(client, steers, view) {
   return {
     draw(known) {
       $("pad").hidden = !known.length || !steers();
+      if (!steers()) for (const each of [pressed, touched, sent]) each.clear(); // somebody else has the wheel
       if (JSON.stringify(known) === JSON.stringify(controls)) return;
       controls = known;
       build();

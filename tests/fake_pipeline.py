@@ -30,6 +30,7 @@ class FakeStream:
     start: Pictures | None = None
     video: list[tuple[int, ...]] = field(default_factory=list)
     chunk: int = 0
+    wait_at: int | None = None
     credit: int = 0
     paused: bool = False
     switch: str = "keep"
@@ -102,6 +103,15 @@ class FakePipeline:
 
     def next_chunk(self, session: int) -> int:
         return self.streams[session].chunk
+
+    def wait_at(self, session: int, chunk: int | None) -> None:
+        self.streams[session].wait_at = chunk
+
+    def reruns(self, session: int) -> bool:
+        return False
+
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.info.model, "weights": ["painted"]}
 
     def blended(self, before: Any, after: Any, share: float, along: str) -> Any:
         return tuple(round((1 - share) * one + share * other) for one, other in zip(before, after, strict=True))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from streamdiff.engine.features import decode, features_of
 from streamdiff.engine.messages import Open, Pictures, Reset, SetPrompt, StreamCommand
@@ -21,6 +21,8 @@ from streamdiff.errors import RequestError
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+
+_T = TypeVar("_T")
 
 
 class Encoded(NamedTuple):
@@ -115,6 +117,7 @@ class PromptQueue:
         self.lines: dict[str, _Line] = {}
         """Of the sessions whose requests wait, by name."""
         self.texts_encoded = self.pictures_encoded = 0
+        self._ahead: list[Future[Any]] = []
         self._thread: ThreadPoolExecutor | None = None
 
     def __contains__(self, session: str) -> bool:
@@ -150,8 +153,21 @@ class PromptQueue:
         return answers
 
     def encodings(self) -> list[Future[Any]]:
-        """Encodings in progress; when one is done, `poll` returns more."""
-        return [line.encoding for line in self.lines.values() if line.encoding is not None]
+        """Encodings in progress; when one is done, `poll` returns more, or a timeline goes on."""
+        self._ahead = [each for each in self._ahead if not each.done()]
+        return [*self._ahead, *(line.encoding for line in self.lines.values() if line.encoding is not None)]
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait, or a text is encoded ahead."""
+        return bool(self.lines) or any(not each.done() for each in self._ahead)
+
+    def encode_ahead(self, text: str) -> Future[Any]:
+        """A text's conditioning, for later; at once where that is fast. Mutates: self."""
+        if not self._pipeline.text.slow:
+            return _now(lambda: self.encode_text(text))
+        self._ahead.append(encoding := self._on_thread().submit(self.encode_text, text))
+        return encoding
 
     def close(self) -> None:
         """Forget everything; a text that is being encoded is not waited for. Mutates: self."""
@@ -161,15 +177,13 @@ class PromptQueue:
 
     def _submit(self, pending: PendingRequest) -> Future[Encoded]:
         if not self._pipeline.text.slow and not pending.begins_with:
-            encoding: Future[Encoded] = Future()
-            try:
-                encoding.set_result(self._encode(pending))
-            except SESSION_ERRORS as error:
-                encoding.set_exception(error)
-            return encoding
+            return _now(lambda: self._encode(pending))
+        return self._on_thread().submit(self._encode, pending)
+
+    def _on_thread(self) -> ThreadPoolExecutor:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
-        return self._thread.submit(self._encode, pending)
+        return self._thread
 
     def _encode(self, pending: PendingRequest) -> Encoded:
         """Embeddings of a request's text, its encoded picture, and what stands for them."""
@@ -206,3 +220,13 @@ class PromptQueue:
             given.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
         )
         return Encoded(*self._pipeline.features_of(embeddings, latents, video, features.strength, motion))
+
+
+def _now(call: Callable[[], _T]) -> Future[_T]:
+    """What a call returns, or raises, as a future that is done."""
+    made: Future[_T] = Future()
+    try:
+        made.set_result(call())
+    except SESSION_ERRORS as error:
+        made.set_exception(error)
+    return made

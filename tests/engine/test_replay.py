@@ -60,13 +60,14 @@ class Player:
         self.events += events
         return events
 
-    def step(self) -> None:
+    def step_unshown(self) -> None:
         events = self.engine.step(0.1)
         self.events += events
-        for event in events:
-            if isinstance(event, FrameBatch):
-                self.made = event.first + len(event.pictures)
-                self.engine.handle(Shown("s", self.made))
+        self.made += sum(len(event.pictures) for event in events if isinstance(event, FrameBatch))
+
+    def step(self) -> None:
+        self.step_unshown()
+        self.engine.handle(Shown("s", self.made))
 
     def until_made(self, chunks: int) -> dict[int, torch.Tensor]:
         while self.made < chunks * CHUNK:
@@ -137,3 +138,50 @@ def test_a_log_makes_the_same_latents_on_1_2_and_4_stages(tmp_path: Path, kv_con
     player.engine.close()
     for stages in (1, 2, 4):
         assert differing(played, replayed(log, stages, chunks)) == [], f"{stages} stages"
+
+
+def idle(player: Player) -> None:
+    """Step until nothing is to do: nobody takes frames."""
+    player.step_unshown()
+    while player.engine.busy:
+        player.step_unshown()
+
+
+def admitted(player: Player) -> int:
+    return player.pipeline.next_chunk(0)
+
+
+def past_replaced(player: Player) -> None:
+    """The past runs again under a prompt that no chunk sees."""
+    player.until_made(4)
+    idle(player)
+    player.tell(SetPrompt("s", BLUE, "p", "recache"))
+    idle(player)
+    player.tell(SetPrompt("s", WHITE, "q"))
+    player.engine.handle(Shown("s", player.made))
+
+
+def blend_replaced(player: Player) -> None:
+    """A blend begins where another one is, right after a chunk was admitted that has a share of that."""
+    player.tell(SetPrompt("s", BLUE, "p", over=5))
+    before = admitted(player)
+    while admitted(player) == before:
+        player.step()
+    player.tell(SetPrompt("s", WHITE, "q", over=3))
+
+
+def two_at_once(player: Player) -> None:
+    """A blend that begins with a prompt which no chunk sees."""
+    player.until_made(1)
+    player.tell(SetPrompt("s", BLUE, "p"))
+    player.tell(SetPrompt("s", WHITE, "q", over=3))
+
+
+@pytest.mark.parametrize("acts", [past_replaced, blend_replaced, two_at_once])
+def test_a_log_has_also_what_no_chunk_shows(tmp_path: Path, acts: Callable[[Player], None]) -> None:
+    player = Player(2)
+    acts(player)
+    played = player.until_made(9)
+    log = player.log(tmp_path)
+    player.engine.close()
+    assert differing(played, replayed(log, 1, 9)) == []

@@ -36,6 +36,11 @@ class FakeStream:
     switch: str = "keep"
     held: dict[str, float] = field(default_factory=dict)
     changes: int = 0
+    @property
+    def waits(self) -> bool:
+        """Whether a change has to come before the next chunk."""
+        return self.wait_at is not None and self.chunk >= self.wait_at
+
     in_flight: tuple[int, int, Any] | None = None  # chunk, epoch, paint
     steps_left: int = 0
     decoded: deque[Frames] = field(default_factory=deque)

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 from streamdiff.core import KVContext
 from streamdiff.engine.timeline import TimedChange, checked, explained
@@ -55,7 +54,12 @@ class _End:
     cut: str = ""
 
 
-_HEADER, _CHANGE, _END = TypeAdapter(LogHeader), TypeAdapter(TimedChange), TypeAdapter(_End)
+@dataclass(frozen=True)
+class _Last:
+    end: _End
+
+
+_HEADER, _CHANGE, _LAST = TypeAdapter(LogHeader), TypeAdapter(TimedChange), TypeAdapter(_Last)
 
 
 class ChangeLog:
@@ -169,43 +173,33 @@ def read_log(path: Path) -> Log:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--replay is {path}: {error.strerror}", field="replay", code="log") from None
+        raise ConfigError(f"the log {path} cannot be read: {error.strerror}", field="replay", code="log") from None
     if len(data) > _MAX_FILE_BYTES:
-        why = f"--replay is {path}, larger than {_MAX_FILE_BYTES:,} bytes; no log is"
+        why = f"the log {path} is larger than {_MAX_FILE_BYTES:,} bytes; no session's log is"
         raise ConfigError(why, field="replay", code="log")
-    first, *lines = data.split(b"\n")
+    first, *lines = data.removesuffix(b"\n").split(b"\n")
     header = _read_header(first, path)
-    if lines and not lines[-1]:
-        lines.pop()
     changes: list[TimedChange] = []
     for number, line in enumerate(lines[:-1], 2):
-        change = _parsed(_CHANGE, line, f"{path}:{number}")
-        if change.at is None or change.loop or (changes and change.at < (changes[-1].at or 0)):
-            raise _garbage(f"{path}:{number}", "at", "a log has chunks in order, and no loop")
-        changes.append(change)
+        changes.append(change := _parsed(_CHANGE, line, f"{path}:{number}"))
+        if change.at is None or change.loop or change.at < (changes[-2:][0].at or 0):
+            raise _damaged(f"{path}:{number}", "at", "changes are in the order of their chunks, without a loop")
+    end = _parsed(_LAST, lines[-1] if lines else b"", f"{path}:{len(lines) + 1}").end
     try:
-        whole = from_json(lines[-1] if lines else b"")
-    except ValueError:
-        whole = None
-    if not isinstance(whole, dict) or "end" not in whole:
-        raise _garbage(str(path), "end", "its last line, which says how far it goes, is missing; get the log again")
-    try:
-        end = _END.validate_python(whole["end"])
         return Log(header, checked(changes), end.frames, end.cut)
-    except ValidationError as error:
-        raise _garbage(str(path), *explained(error)) from None
     except RequestError as error:
-        raise _garbage(str(path), error.field, str(error)) from None
+        raise _damaged(str(path), error.field, str(error)) from None
 
 
 def _read_header(line: bytes, path: Path) -> LogHeader:
     """Raises ConfigError as `read_log`."""
     header: LogHeader = _parsed(_HEADER, line, f"{path}:1")
-    if header.kind != KIND or header.format != FORMAT:
-        why = f"--replay is {path}, a {header.kind[:40]!r} of format {header.format}; this version reads {KIND!r} of "
-        raise ConfigError(f"{why}format {FORMAT}", field="format", code="format")
+    if (header.kind, header.format) != (KIND, FORMAT):
+        found = f"{header.kind[:40]!r} of format {header.format}"
+        why = f"{path} is a {found}; this version reads {KIND!r} of format {FORMAT}: play it with that which wrote it"
+        raise ConfigError(why, field="format", code="format")
     if header.fault:
-        why = f"--replay is {path}, a log that cannot be played again: {header.fault[:200]}"
+        why = f"the log {path} cannot be played again: {header.fault[:200]}"
         raise ConfigError(why, field="fault", code="fault")
     return header
 
@@ -214,13 +208,12 @@ def _parsed(kind: TypeAdapter[Any], line: bytes, where: str) -> Any:
     try:
         return kind.validate_json(line)
     except ValidationError as error:
-        raise _garbage(where, *explained(error)) from None
+        raise _damaged(where, *explained(error)) from None
 
 
-def _garbage(where: str, name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"--replay: {where} is no line of a log: {name or 'line'}: {why}", field=name or "line", code="log"
-    )
+def _damaged(where: str, name: str, why: str) -> ConfigError:
+    told = f"{where} is no line of a session's log: {name or 'line'}: {why}; get it again from where it was made"
+    return ConfigError(told, field=name or "line", code="log")
 
 
 def check_model(header: LogHeader, here: Mapping[str, Any]) -> None:

@@ -60,7 +60,8 @@ _CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChang
 
 def timeline_schema() -> dict[str, Any]:
     """JSON schema of a timeline."""
-    return _CHANGES.json_schema()
+    items = _CHANGES.json_schema()["$defs"]["TimedChange"]
+    return {"type": "array", "maxItems": MAX_CHANGES, "items": items}
 
 
 def explained(error: ValidationError) -> tuple[str, str]:

@@ -121,7 +121,7 @@ class LiveSession:
         self.reserved_until_s = float("-inf")
         """Until then it counts as playing, although it has no viewers."""
         self._sent_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out
-        self._saves = itertools.count(1)
+        self._asked = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
         """What is waited for: that it is open, a snapshot, the first receipt of an owner's request."""
         # Who may do what, and for how long.
@@ -224,12 +224,16 @@ class LiveSession:
             EngineFailure: the engine has ended. StreamEnded: the session has.
             TimeoutError: it did not answer in time.
         """
-        request = f"save {next(self._saves)}"
-        with self._answer_to(request) as snapshot:
+        data: Data = await self.ask(messages.Save(self.id), timeout_s)
+        return data
+
+    async def ask(self, command: messages.Save | messages.GetLog | messages.SetTimeline, timeout_s: float) -> Any:
+        """What the engine answers to a command: data, or an event. Raises as `save`."""
+        request = f"ask {next(self._asked)}"
+        with self._answer_to(request) as answer:
             async with asyncio.timeout(timeout_s):
-                await self._send(messages.Save(self.id, request))
-                data: Data = await snapshot
-                return data
+                await self._send(replace(command, request=request))
+                return await answer
 
     @contextmanager
     def _answer_to(self, name: str) -> Iterator[asyncio.Future[Any]]:
@@ -275,7 +279,7 @@ class LiveSession:
         """
         self.engine, self.place = engine, "none"
         for name in self._answers:
-            of_engine = name == OPENING or name.startswith("save ")
+            of_engine = name == OPENING or name.startswith("ask ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
@@ -322,7 +326,7 @@ class LiveSession:
                 self._settle(OPENING, None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
-            case messages.Accepted():
+            case messages.Accepted() if not self._settle(event.request, event):
                 self._handle_accepted(event, now_s)
             case messages.Applied():
                 if event.skip:
@@ -367,6 +371,7 @@ class LiveSession:
                 self.strength = strength
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
+            self.prompt = self.prompt if event.request else event.text  # of the timeline
         self._deliver(self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s))
         self._send_state()
 

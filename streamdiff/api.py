@@ -141,9 +141,7 @@ class StreamSession:
         header, picture = log.header, self._fitted(image, fit)
         self._engine.check_log(header)
         if digest_of(picture) != header.image:
-            given = "is given" if image is None else "is given that has other pixels"
-            why = f"the log's stream {'began from a picture' if header.image else 'began without a picture'}, and "
-            why += f"{'none ' if image is None else 'one '}{given}; give the one that it had"
+            why = f"the log's stream began {'from another' if header.image else 'without a'} picture; give what it had"
             raise RequestError("image", why, "image")
         opening = messages.Open(_NAME, header.prompt, header.seed, header.steps, header.kv_context, image=picture)
         self._restart(opening)

@@ -63,7 +63,7 @@ class PlannedVideo:
 
     def frames(self, fps: float) -> int:
         """Frames that are to be made, `fps` per second."""
-        return max(1, round(self.seconds * fps)) if self.log is None else self.log.frames
+        return max(1, round(self.seconds * fps)) if self.log is None else self.log.header.frames
 
 
 def run_as_ranks(
@@ -138,8 +138,6 @@ def planned(start: SessionConfig, job: GenerateJob) -> list[PlannedVideo]:
     check_target(job.output, job.overwrite)
     timeline = () if job.timeline is None else read_timeline(job.timeline)
     log = None if job.replay is None else read_log(job.replay)
-    if log is not None and not log.frames:
-        raise ConfigError(f"--replay is {job.replay}, in which no frame was made", field="replay", code="log")
     return [PlannedVideo(0, PromptLine(prompt=start.prompt), job.output, job.seconds, changes, timeline, log)]
 
 
@@ -298,8 +296,8 @@ def _make(
         raise RequestError("size", f"the size is {video.line.size}; this engine makes {size}")
     if video.log is not None:
         session.replay(video.log, image)
-        if video.log.cut:
-            bar.write(f"the log ends before its stream did: {video.log.cut[:200]}", file=sys.stderr)
+        if cut := video.log.header.cut:
+            bar.write(f"the log ends before its stream did: {cut[:200]}", file=sys.stderr)
     else:
         session.restart(video.line.prompt, seed=start.seed if video.line.seed is None else video.line.seed, image=image)
     if video.timeline:

@@ -85,10 +85,6 @@ class Engine:
             if isinstance(command, messages.Save):
                 self._resting.saves.append((command, self._check_saved(command.session)))
                 return []
-            if isinstance(command, messages.GetLog):
-                session = self._named(command.session)
-                chunk, facts = self._pipeline.next_chunk(session.slot), self._pipeline.resting.facts()
-                return [messages.Saved(session.name, command.request, session.log.content(facts, chunk))]
             return self._control(command)
         except RequestError as error:
             return [refused(command, error)]
@@ -129,12 +125,15 @@ class Engine:
         sessions."""
         events: list[Event] = []
         for session in self._sessions.values():
-            if session.due and not self._pipeline.resting.is_away(session.slot):
+            if self._is_due(session):
                 try:
                     events += session.apply_changes()
                 except SESSION_ERRORS as error:
                     self._note_failure(session.slot, error)
         return events
+
+    def _is_due(self, session: Session) -> bool:
+        return session.due and not self._pipeline.resting.is_away(session.slot)
 
     def _measured(self) -> list[Event]:
         """The `LoadFigures` event; empty before the first chunk."""
@@ -164,11 +163,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
-        away = self._pipeline.resting.is_away
-        changes = any(
-            session.input_changes or (session.holds_up and not away(session.slot))
-            for session in self._sessions.values()
-        )
+        changes = any(self._is_due(session) for session in self._sessions.values())
         return self._pipeline.busy or self._prompt_queue.busy or bool(self._resting.saves) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
@@ -309,6 +304,9 @@ class Engine:
             case messages.SetTimeline():
                 changes = tuple(self._read_changes(session, request))
                 return session.set_timeline(changes, request.begin, self._prompt_queue.encode_ahead, request.request)
+            case messages.GetLog():
+                data = session.log.content(self._pipeline.resting.facts(), self._pipeline.next_chunk(slot))
+                return [messages.Saved(session.name, request.request, data)]
             case InputFrames():
                 if not self._pipeline.resting.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
@@ -372,12 +370,6 @@ class Engine:
         known = ", ".join(repr(name) for name in self._sessions) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
 
-    def _named(self, name: str) -> Session:
-        """The session of that name. Raises RequestError."""
-        session = self._find(messages.Close(name))
-        assert session is not None, "`_find` raises"
-        return session
-
     def _check_unused(self, name: str) -> None:
         """Raise RequestError if there is a session of that name, or one that waits to be opened."""
         if name in self._sessions or name in self._prompt_queue:
@@ -429,7 +421,8 @@ class Engine:
 
     def _check_saved(self, name: str) -> Session:
         """A session that can be saved now. Raises RequestError."""
-        session = self._named(name)
+        session = self._find(messages.Close(name))
+        assert session is not None, "`_find` raises"
         if name in self._prompt_queue:
             why = f"a prompt of session {name!r} is being encoded; save it when it is accepted"
             raise RequestError("session", why, "encoding")

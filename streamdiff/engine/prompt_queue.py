@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamdiff.engine.features import decode, features_of
 from streamdiff.engine.messages import Open, Pictures, Reset, SetPrompt, StreamCommand
@@ -21,8 +21,6 @@ from streamdiff.errors import RequestError
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-
-_T = TypeVar("_T")
 
 
 class Encoded(NamedTuple):
@@ -117,7 +115,7 @@ class PromptQueue:
         self.lines: dict[str, _Line] = {}
         """Of the sessions whose requests wait, by name."""
         self.texts_encoded = self.pictures_encoded = 0
-        self._ahead: list[Future[Any]] = []
+        self._ahead: list[Future[Encoded]] = []
         self._thread: ThreadPoolExecutor | None = None
 
     def __contains__(self, session: str) -> bool:
@@ -160,13 +158,11 @@ class PromptQueue:
     @property
     def busy(self) -> bool:
         """Whether requests wait, or a text is encoded ahead."""
-        return bool(self.lines) or any(not each.done() for each in self._ahead)
+        return bool(self.lines) or not all(each.done() for each in self._ahead)
 
-    def encode_ahead(self, text: str) -> Future[Any]:
-        """A text's conditioning, for later; at once where that is fast. Mutates: self."""
-        if not self._pipeline.text.slow:
-            return _now(lambda: self.encode_text(text))
-        self._ahead.append(encoding := self._on_thread().submit(self.encode_text, text))
+    def encode_ahead(self, text: str) -> Future[Encoded]:
+        """Have a text encoded, for later; at once where that is fast. Mutates: self."""
+        self._ahead.append(encoding := self._submit(PendingRequest(StreamCommand(""), text)))
         return encoding
 
     def close(self) -> None:
@@ -177,13 +173,15 @@ class PromptQueue:
 
     def _submit(self, pending: PendingRequest) -> Future[Encoded]:
         if not self._pipeline.text.slow and not pending.begins_with:
-            return _now(lambda: self._encode(pending))
-        return self._on_thread().submit(self._encode, pending)
-
-    def _on_thread(self) -> ThreadPoolExecutor:
+            encoding: Future[Encoded] = Future()
+            try:
+                encoding.set_result(self._encode(pending))
+            except SESSION_ERRORS as error:
+                encoding.set_exception(error)
+            return encoding
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
-        return self._thread
+        return self._thread.submit(self._encode, pending)
 
     def _encode(self, pending: PendingRequest) -> Encoded:
         """Embeddings of a request's text, its encoded picture, and what stands for them."""
@@ -220,13 +218,3 @@ class PromptQueue:
             given.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
         )
         return Encoded(*self._pipeline.features_of(embeddings, latents, video, features.strength, motion))
-
-
-def _now(call: Callable[[], _T]) -> Future[_T]:
-    """What a call returns, or raises, as a future that is done."""
-    made: Future[_T] = Future()
-    try:
-        made.set_result(call())
-    except SESSION_ERRORS as error:
-        made.set_exception(error)
-    return made

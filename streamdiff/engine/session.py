@@ -49,11 +49,6 @@ class Blend:
     share: int = 0
     chunk: int = -1
 
-    @property
-    def how(self) -> dict[str, Any]:
-        """`over` and `along` of a prompt that comes over several chunks."""
-        return {"over": self.over, "along": self.along} if self.over > 1 else {}
-
 
 @dataclass(eq=False)
 class Session:
@@ -146,14 +141,11 @@ class Session:
 
     def begins(self) -> None:
         """Its stream begins with what holds now: so does its log. Mutates: self."""
-        self._given, faults = self.conditioning, [self.origin]
-        faults += ["its prompt was given as embeddings"] if self.embeddings is not None else []
-        faults += ["it begins from a picture that is not known"] if self.start is not None and not self.image else []
-        faults += ["video is fed to it"] if self._fed else []
-        self.log = ChangeLog(
-            next((each for each in faults if each), ""),
-            prompt=self.text, seed=self.seed, steps=self.steps, kv_context=self.kv_context, image=self.image,
-        )  # fmt: skip
+        self._given, why = self.conditioning, self.origin or ("video is fed to it" if self._fed else "")
+        if self.embeddings is not None or (self.start is not None and not self.image):
+            why = "it began with embeddings, or with a picture that is not known"
+        about = {"steps": self.steps, "kv_context": self.kv_context, "image": self.image}
+        self.log = ChangeLog(why, prompt=self.text, seed=self.seed, **about)
 
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
@@ -255,29 +247,15 @@ class Session:
         return self._blend is not None and self._blend.chunk != self._pipeline.next_chunk(self.slot)
 
     @property
-    def input_changes(self) -> bool:
-        """Whether a change of its input is not applied yet; until then the pipeline may wait in vain."""
-        return "input" in self._pending
-
-    @property
     def due(self) -> bool:
-        """Whether `apply_changes` may have something to do."""
-        return self.changes or self._timeline_due
+        """Whether `apply_changes` has something to do; until then the pipeline may wait in vain."""
+        return (self.changes or self._due_timeline is not None) and not self._pipeline.reruns(self.slot)
 
     @property
-    def holds_up(self) -> bool:
-        """Whether its next chunk waits for a change that can be made at once."""
-        return (
-            self._waits_at is not None
-            and self._waits_at <= self._pipeline.next_chunk(self.slot)
-            and not self._pipeline.reruns(self.slot)
-        )
-
-    @property
-    def _timeline_due(self) -> bool:
-        """Whether the next chunk waits for a change of the timeline."""
+    def _due_timeline(self) -> Timeline | None:
+        """The timeline, while the next chunk waits for a change of it."""
         chunk = None if self._timeline is None else self._timeline.chunk
-        return chunk is not None and chunk <= self._pipeline.next_chunk(self.slot)
+        return None if chunk is None or chunk > self._pipeline.next_chunk(self.slot) else self._timeline
 
     def apply_changes(self) -> list[Event]:
         """Give the pipeline what holds from the next chunk on: what was accepted, then what the timeline has. Each
@@ -289,9 +267,8 @@ class Session:
         """
         events: list[Event] = []
         self.apply_pending(in_order=True)
-        while self._timeline_due and not self._pending and not self._pipeline.reruns(self.slot):
-            assert self._timeline is not None, "it is due"
-            if (taken := self._timeline.take()) is None:
+        while not self._pending and not self._pipeline.reruns(self.slot) and (timeline := self._due_timeline):
+            if (taken := timeline.take()) is None:
                 break
             events += self._play(*taken)
         self._wait()
@@ -351,7 +328,8 @@ class Session:
                 self._blend = value
                 if self._given is not None:
                     value.before = self._given
-                self.log.add(chunk, prompt=value.text, switch=value.switch, **value.how)
+                how = {"over": value.over, "along": value.along} if value.over > 1 else {}
+                self.log.add(chunk, prompt=value.text, switch=value.switch, **how)
                 self._blend_on(epoch)
             elif kind == "steps":
                 self.steps = value

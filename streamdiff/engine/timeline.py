@@ -98,8 +98,7 @@ def parse_timeline(value: object) -> tuple[TimedChange, ...]:
         changes = _CHANGES.validate_python(value)
     except ValidationError as error:
         name, why = explained(error)
-        where = f"change {name.replace('.', ': `', 1)}`" if "." in name else f"change {name}" if name else "the list"
-        raise RequestError(name, f"the timeline cannot be read: {where}: {why}", "timeline") from None
+        raise RequestError(name, f"the timeline cannot be read: {name or 'the list'}: {why}", "timeline") from None
     return checked(changes)
 
 
@@ -112,9 +111,8 @@ def read_timeline(path: Path) -> tuple[TimedChange, ...]:
             raise ValueError(f"it is larger than {MAX_TIMELINE_BYTES >> 10} KiB")
         return parse_timeline(from_json(data))
     except (OSError, ValueError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        field = error.field if isinstance(error, RequestError) else "timeline"
-        raise ConfigError(f"--timeline is {path}: {why}", field=field, code="timeline") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--timeline is {path}: {why}", field="timeline", code="timeline") from None
 
 
 def placed(changes: Sequence[TimedChange], chunk_s: float) -> tuple[TimedChange, ...]:
@@ -129,7 +127,7 @@ def placed(changes: Sequence[TimedChange], chunk_s: float) -> tuple[TimedChange,
 @dataclass
 class Timeline:
     """Changes that a stream plays, by chunk, counted from `begin` on; `place` is that of the next one. The next prompt
-    is encoded ahead, by `encode`; `encoding`: None where none is to come."""
+    is encoded ahead, by `encode` (`PromptQueue.encode_ahead`); `encoding`: None where none is to come."""
 
     changes: tuple[TimedChange, ...]
     begin: int
@@ -152,7 +150,7 @@ class Timeline:
             assert self.encoding is not None, "it was looked ahead for"
             if not self.encoding.done():
                 return None
-            conditioning = self.encoding.result()
+            conditioning = self.encoding.result().conditioning
         self.place += 1
         if change.loop:
             self.begin, self.place = self.begin + (change.at or 0), 0

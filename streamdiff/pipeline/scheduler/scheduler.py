@@ -125,11 +125,6 @@ class SchedulerState:
         return self.frame_credit >= self.chunk_frames * self.together(self.next_chunk)
 
     @property
-    def waits(self) -> bool:
-        """Whether a change has to come before the next admission."""
-        return self.wait_at is not None and self.next_chunk >= self.wait_at
-
-    @property
     def beginning(self) -> bool:
         """Whether chunks that are made together still have passes to enter."""
         return self.first_chunks > 1 and any(c.number == 0 and c.entered < self.passes - 1 for c in self.chunks)
@@ -151,8 +146,9 @@ class SchedulerState:
     def choose(self) -> int | None:
         """Compute `choice` from the session's state. Changes nothing."""
         count = len(self.chunks)
-        held = bool(self.rerun) or self.draining or self.beginning
-        may_admit = self.fits and count < self.in_flight_limit and not held and not self.waits
+        waits = self.wait_at is not None and self.next_chunk >= self.wait_at
+        held = bool(self.rerun) or self.draining or self.beginning or waits
+        may_admit = self.fits and count < self.in_flight_limit and not held
         if self.paused or self.held:
             return None
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):

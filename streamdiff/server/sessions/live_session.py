@@ -216,19 +216,14 @@ class LiveSession:
         """Whether the engine has opened it, or has yet to answer."""
         return self.opened or (OPENING in self._answers and not self._answers[OPENING].done())
 
-    async def save(self, timeout_s: float) -> Data:
-        """A snapshot's file as it would be on disk, taken now; the session continues.
+    async def ask(self, command: messages.Save | messages.GetLog | messages.SetTimeline, timeout_s: float) -> Any:
+        """What the engine answers to a command: the content of a snapshot or a log as it is now, or an event.
 
         Raises:
-            RequestError: the engine cannot take one; says why.
+            RequestError: the engine cannot do it; says why.
             EngineFailure: the engine has ended. StreamEnded: the session has.
             TimeoutError: it did not answer in time.
         """
-        data: Data = await self.ask(messages.Save(self.id), timeout_s)
-        return data
-
-    async def ask(self, command: messages.Save | messages.GetLog | messages.SetTimeline, timeout_s: float) -> Any:
-        """What the engine answers to a command: data, or an event. Raises as `save`."""
         request = f"ask {next(self._asked)}"
         with self._answer_to(request) as answer:
             async with asyncio.timeout(timeout_s):

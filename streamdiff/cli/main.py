@@ -169,6 +169,14 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         for flag, value in (("--prompt", getattr(arguments, "session.prompt")), ("--prompt-at", arguments.prompt_at)):
             if value is not None:
                 raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
+    if job.replay is not None:
+        told = ("session.prompt", "session.seed", "seconds", "prompt_at", "prompts", "timeline", "model.steps")
+        for name in (*told, "model.kv_context"):
+            if vars(arguments).get(name) is not None:
+                flag = f"--{name.split('.')[-1].replace('_', '-')}"
+                raise ConfigError(f"{flag} does not go with --replay: the log says it", field=name)
+    if job.timeline is not None and (job.prompts is not None or job.prompt_at):
+        raise ConfigError("--timeline is of one video, and says all its prompts; leave --prompts and --prompt-at out")
     _check_model(config)
     videos = generate.planned(config.session, job)  # here too, before ranks are started
     run = partial(generate.run, config, job)

@@ -48,6 +48,11 @@ class GenerateJob(_Job):
     """length (default 10)"""
     prompt_at: Annotated[tuple[str, ...], Flag(metavar="SECONDS:TEXT")] = ()
     """change the prompt at this time; may be given several times"""
+    timeline: _File = None
+    """changes to come, as JSON: [{"at": CHUNK or "seconds": S, "prompt": ..., "over": CHUNKS, "steps": ..., "controls":
+    {...}}, ...]; see docs/replay.md"""
+    replay: _File = None
+    """play a session's log again (.jsonl): the same latents, on any number of --stages; see docs/replay.md"""
     prompts: _File = None
     """many videos by one engine, into the folder --output: a prompt a line, or .jsonl with prompt, seed, seconds, size,
     output (below the folder)"""

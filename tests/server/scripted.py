@@ -179,7 +179,9 @@ class Painter(FakePipeline):
 
     def _ready(self) -> deque[int]:
         return deque(
-            slot for slot, each in self.streams.items() if not each.paused and each.credit >= self.info.chunk_frames
+            slot
+            for slot, each in self.streams.items()
+            if not each.paused and not each.waits and each.credit >= self.info.chunk_frames
         )
 
     def collect(self, wait_s: float) -> list[Frames]:

@@ -121,6 +121,12 @@ class RestingStates:
         self._pipeline.tell(kind, replace(update, epoch=ticket))
         return ticket
 
+    def facts(self) -> dict[str, Any]:
+        """What must be the same where a log is played again: the model's facts, and digests of the blocks here."""
+        pipeline = self._pipeline
+        facts = model_facts(pipeline.model.spec, pipeline.model.denoiser.dtype)
+        return facts | {"weights": pipeline.stage.weights}
+
     # ---- swapping -----------------------------------------------------------------------------------------------
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:

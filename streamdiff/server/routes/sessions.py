@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -17,7 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.features import NOTHING, Features
-from streamdiff.engine.messages import Data, Pictures
+from streamdiff.engine.messages import GetLog, Pictures, Save, SetTimeline
+from streamdiff.engine.timeline import parse_timeline, placed, timeline_schema
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of, watcher_of
 from streamdiff.server.auth import Role
@@ -35,7 +36,7 @@ from streamdiff.snapshot_header import check_signature, read_saved_session, sign
 
 logger = logging.getLogger(__name__)
 
-OCTETS = "application/octet-stream"
+OCTETS, JSON_LINES = "application/octet-stream", "application/jsonl"
 SAVE_TIMEOUT_S = 60.0
 SEND_LIMIT_S = 10.0
 """A download that reads nothing for so many seconds is aborted, as others wait for its slot."""
@@ -314,8 +315,42 @@ async def save_session(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state.snapshots)
     async with contextlib.AsyncExitStack() as held:
         await held.enter_async_context(state.snapshots)
-        header, rest = signed(await _taken(state, live), state.snapshot_key)
+        header, rest = signed(await _taken(state, live, Save(live.id), 409), state.snapshot_key)
         return _Download(f"{live.id}.safetensors", OCTETS, header, rest, held.pop_all())
+
+
+# ---- logs and timelines -------------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/{session}/log", response_class=Response, summary="What has steered it, to be played again",
+    **operation("steer", 409, 503, 504, answers=answer("JSON lines, see docs/replay.md", JSON_LINES)),
+)  # fmt: skip
+async def get_log(state: State, live: Controlled) -> Response:
+    _refuse_if_busy(state.snapshots)
+    async with contextlib.AsyncExitStack() as held:
+        await held.enter_async_context(state.snapshots)
+        data = await _taken(state, live, GetLog(live.id), 409)
+        return _Download(f"{live.id}.jsonl", JSON_LINES, b"", data, held.pop_all())
+
+
+@router.post(
+    "/{session}/timeline", summary="Let changes come by themselves",
+    **operation("steer", 409, 503, 504, body=dependencies.body_of(JSON, timeline_schema())),
+)  # fmt: skip
+async def set_timeline(request: Request, state: State, live: Controlled) -> schemas.TimelineInfo:
+    """Replaces the one before; an empty list ends it. Chunks and seconds count from the next chunk that is begun, and
+    from 0 after a reset."""
+    given = await bodies.read_json(request, MAX_BODY_BYTES)
+    try:
+        changes = placed(parse_timeline(given), state.manager.ready.chunk_frames / live.fps)
+    except RequestError as error:
+        raise Problem(422, str(error), code=error.code, field=error.field) from error
+    if (at := next((index for index, each in enumerate(changes) if each.steps is not None), None)) is not None:
+        why = "A live session has its steps by its load: change them by PATCH, and leave `steps` out of the timeline."
+        raise Problem(422, why, code="timeline", field=f"{at}.steps")
+    await _taken(state, live, SetTimeline(live.id, changes), 422)
+    return schemas.TimelineInfo(changes=len(changes))
 
 
 # ---- clips --------------------------------------------------------------------------------------------------------
@@ -356,18 +391,18 @@ def _refuse_if_busy(places: asyncio.Semaphore) -> None:
         raise Unavailable("busy", "Other files are being sent; ask again.", 1)
 
 
-async def _taken(state: AppState, live: LiveSession) -> Data:
-    """A session's file. Raises Problem: 409, 410, 503, 504."""
+async def _taken(state: AppState, live: LiveSession, command: Save | GetLog | SetTimeline, refused: int) -> Any:
+    """The engine's answer to a command. Raises Problem: `refused`, 410, 503, 504."""
     if not live.opened:
         raise state.engine_problem(may_control=True, session=live)
     try:
-        return await live.save(SAVE_TIMEOUT_S)
+        return await live.ask(command, SAVE_TIMEOUT_S)
     except RequestError as error:
-        raise Problem(409, str(error), code="refused", field=error.field) from error
+        raise Problem(refused, str(error), code="refused", field=error.field) from error
     except EngineFailure as error:
         raise state.engine_problem(may_control=True, session=live) from error
     except TimeoutError as error:
-        raise Problem(504, "The engine saved nothing in time.", code="timeout") from error
+        raise Problem(504, "The engine did not answer in time.", code="timeout") from error
 
 
 class _Download(StreamingResponse):

@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidatio
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from streamdiff.core import PromptPolicy, control_values
-from streamdiff.engine.messages import MAX_BLEND_CHUNKS, Pictures, Ready
+from streamdiff.engine.messages import Pictures, Ready
+from streamdiff.engine.timeline import MAX_BLEND_CHUNKS
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 from streamdiff.errors import RequestError
 from streamdiff.server.load import LoadLimit, ViewerDemand

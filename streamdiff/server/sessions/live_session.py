@@ -121,7 +121,7 @@ class LiveSession:
         self.asked_s = self.reserved_until_s = float("-inf")
         """When the engine was asked last to open it; until when it counts as playing, although it has no viewers."""
         self._sent_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out
-        self._saves = itertools.count(1)
+        self._asked = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
         """What is waited for: that it is open, a snapshot, the first receipt of an owner's request."""
         # Who may do what, and for how long.
@@ -217,20 +217,19 @@ class LiveSession:
         """Whether the engine has opened it, or has yet to answer."""
         return self.opened or (OPENING in self._answers and not self._answers[OPENING].done())
 
-    async def save(self, timeout_s: float) -> Data:
-        """A snapshot's file as it would be on disk, taken now; the session continues.
+    async def ask(self, command: messages.Save | messages.GetLog | messages.SetTimeline, timeout_s: float) -> Any:
+        """What the engine answers to a command: the content of a snapshot or a log as it is now, or an event.
 
         Raises:
-            RequestError: the engine cannot take one; says why.
+            RequestError: the engine cannot do it; says why.
             EngineFailure: the engine has ended. StreamEnded: the session has.
             TimeoutError: it did not answer in time.
         """
-        request = f"save {next(self._saves)}"
-        with self._answer_to(request) as snapshot:
+        request = f"ask {next(self._asked)}"
+        with self._answer_to(request) as answer:
             async with asyncio.timeout(timeout_s):
-                await self._send(messages.Save(self.id, request))
-                data: Data = await snapshot
-                return data
+                await self._send(replace(command, request=request))
+                return await answer
 
     @contextmanager
     def _answer_to(self, name: str) -> Iterator[asyncio.Future[Any]]:
@@ -276,7 +275,7 @@ class LiveSession:
         """
         self.engine, self.place = engine, "none"
         for name in self._answers:
-            of_engine = name == OPENING or name.startswith("save ")
+            of_engine = name == OPENING or name.startswith("ask ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
@@ -323,7 +322,7 @@ class LiveSession:
                 self._settle(OPENING, None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
-            case messages.Accepted():
+            case messages.Accepted() if not self._settle(event.request, event):
                 self._handle_accepted(event, now_s)
             case messages.Applied():
                 if event.skip:
@@ -368,6 +367,7 @@ class LiveSession:
                 self.strength = strength
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
+            self.prompt = self.prompt if event.request else event.text  # of the timeline
         self._deliver(self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s))
         self._send_state()
 

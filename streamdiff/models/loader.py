@@ -22,10 +22,12 @@ from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.catalogue import Files
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
+    ActionModules,
     ModelSpec,
     ParsedPrompt,
     TextEncoder,
     choose_steps,
+    context_fault,
     parse_size,
     with_size,
     with_window,
@@ -105,7 +107,9 @@ class ModelLoader:
         """
         facts = self.folder_facts
         if facts is None:
-            spec = catalogue.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
+            _, _, architecture, actions = self.checkpoint
+            _check_actions(self.model, actions)
+            spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
@@ -129,6 +133,8 @@ class ModelLoader:
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
+        if fault := context_fault(self.spec, config.kv_context):
+            raise ConfigError(fault, field="kv_context")
         given = _given_stream(config) if unknown else {}
         spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
         if overrides != (None, None, None):
@@ -193,17 +199,16 @@ class ModelLoader:
             quantize=quantize,
         )
         found: Any = weights.config
-        if found.image_dim is not None or found.added_kv_proj_dim is not None:
+        if found.added_kv_proj_dim is not None:
             raise ConfigError(
                 f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
                 "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
-        denoiser = WanDenoiser(weights, len(self.spec.controls))
+        denoiser = WanDenoiser(weights, self.spec.control_planes, self.spec.condition_channels)
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
-                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
-                "gives it, as image-to-video models do; only text to video is supported, which can begin with a "
-                "picture too (--image)"
+                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing gives "
+                f"it: a picture's condition has {self.spec.latent_channels + self.spec.frames_per_latent}"
             )
         denoiser.attention = attention
         return denoiser.fuse()
@@ -212,6 +217,20 @@ class ModelLoader:
         """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
         load = autoencoder.load_autoencoder
         return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype), spec)
+
+
+def _check_actions(model: ResolvedModel, actions: ActionModules | None) -> None:
+    """Raises ConfigError where a file obeys other keys than the model of the catalogue that it is given for."""
+    if model.entry is None:
+        return
+    known = catalogue.parts_of(model.entry)[0].actions
+    found, wanted = ((0, 0) if each is None else (each.keyboard, each.mouse) for each in (actions, known))
+    if found != wanted:
+        raise ConfigError(
+            f"{model.weights} obeys {found[0]} columns of a keyboard and {found[1]} of a mouse, but {model.name} has "
+            f"{wanted[0]} and {wanted[1]}; give the file that belongs to it, or another --model",
+            field="weights",
+        )
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:

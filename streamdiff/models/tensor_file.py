@@ -22,6 +22,7 @@ from torch import Tensor
 
 from streamdiff.atomic_write import check_free, check_parent, temporary_sibling
 from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.models import sampling
 from streamdiff.models.headers import (
     ITEM_BYTES,
     LENGTH_BYTES,
@@ -29,7 +30,10 @@ from streamdiff.models.headers import (
     FileSpec,
     FreeDim,
     Shape,
+    actions_contract,
     check_contract,
+    condition_contract,
+    features_contract,
     latents_contract,
     noise_contract,
     parse_header,
@@ -88,10 +92,10 @@ def read_noise(
     return initial, renoise
 
 
-def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor) -> None:
-    """Raises ConfigError unless both are for as many chunks."""
+def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor, what: str = "chunks") -> None:
+    """Raises ConfigError unless both are for as many chunks, or frames."""
     if len(tensor) != len(of):
-        raise ConfigError(f"{path}: {name} is for {len(tensor)} chunks, and {other} for {len(of)}")
+        raise ConfigError(f"{path}: {name} is for {len(tensor)} {what}, and {other} for {len(of)}")
 
 
 def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
@@ -101,6 +105,34 @@ def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
         ConfigError: see `read` and `latents_contract`.
     """
     return read(path, latents_contract(chunk_shape, chunks=chunks))["latents"]
+
+
+def read_condition(path: Path, chunk_shape: Shape, masks: int) -> Tensor:
+    """What a picture makes of a stream `[masks + C, n, h, w]`, float32: a mask (without one in the file: 1 on the first
+    latent frame), then latents. What is shorter continues with its last latent frame.
+
+    Raises:
+        ConfigError: see `read` and `condition_contract`.
+    """
+    found = read(path, condition_contract(chunk_shape, masks))
+    return sampling.condition(found["latents"], masks, found.get("mask"))
+
+
+def read_features(path: Path, width: int) -> Tensor:
+    """A picture's features `[T, width]`, float32. ConfigError: see `read` and `features_contract`."""
+    return read(path, features_contract(width))["clip_features"].flatten(0, -2)
+
+
+def read_actions(path: Path, frames: int, keyboard: int, mouse: int) -> Tensor:
+    """Actions `[n, keyboard + mouse]` for each of at least so many `frames` of the video, float32.
+
+    Raises:
+        ConfigError: see `read` and `actions_contract`; a mouse that has not as many rows as the keyboard.
+    """
+    found = read(path, actions_contract(frames, keyboard, mouse))
+    for name, tensor in found.items():
+        _check_count(path, name, tensor, "keyboard", found["keyboard"], "frames")
+    return torch.cat([found[name] for name in ("keyboard", "mouse") if name in found], 1)
 
 
 def not_finite(tensor: Tensor) -> str:

@@ -41,12 +41,18 @@ SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 layer's number, then query, key and value, all `[R, L, H, d]`, normalised but not rotated, and returns the attention
 output of the same shape."""
 
+Act = Callable[[int, WanTransformerBlock, Tensor], Tensor]
+"""What stands between the cross-attention and the feed-forward of a block: the layer's number, the block and hidden
+states `[R, L, D]`, to hidden states."""
+
 
 class TokenStates(NamedTuple):
-    """What travels from stage to stage: hidden states `[R, L, D]` and the time embedding `[R, F, D]`."""
+    """What travels from stage to stage: hidden states `[R, L, D]`, the time embedding `[R, F, D]` and, where the model
+    has such, rows of actions `[R, rows, K]`, float32."""
 
     hidden: Tensor
     time: Tensor
+    actions: Tensor | None = None
 
 
 class Fused(NamedTuple):
@@ -121,8 +127,9 @@ def _position_planes(
 class WanDenoiser:
     """A `WanTransformer3DModel` in parts: text, embedding, blocks, output layer. Holds weights and constants only."""
 
-    def __init__(self, model: WanTransformer3DModel, controls: int = 0) -> None:
-        """`controls`: the last input channels of the patch embedding are one plane for each of so many controls."""
+    def __init__(self, model: WanTransformer3DModel, controls: int = 0, condition: int = 0) -> None:
+        """`controls`: the last input channels of the patch embedding are one plane for each of so many controls.
+        `condition`: so many input channels behind the latents' come with these, see `ModelSpec.condition_channels`."""
         self.model = model
         self.controls = controls
         config: Any = model.config
@@ -131,7 +138,7 @@ class WanDenoiser:
         self.head_dim: int = config.attention_head_dim
         self.latent_channels: int = config.out_channels
         self.text_width: int = config.text_dim
-        self.extra_channels: int = config.in_channels - config.out_channels - controls
+        self.extra_channels: int = config.in_channels - config.out_channels - controls - condition
         """Position planes, see `position_planes`."""
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
         self.attention = "auto"
@@ -190,8 +197,10 @@ class WanDenoiser:
         return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
 
     def text(self, embeddings: Tensor) -> list[KeyValue]:
-        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`."""
-        context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
+        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`, or for a
+        picture's features of a model that has these in their place."""
+        embedder = self.model.condition_embedder
+        context: Tensor = (embedder.image_embedder or embedder.text_embedder)(embeddings)
         result = []
         for layer in range(len(self.blocks)):
             cross = self.weights(layer).block.attn2
@@ -261,7 +270,9 @@ class WanDenoiser:
         embedder = self.model.condition_embedder
         return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
-    def run_blocks(self, tokens: TokenStates, text: Sequence[KeyValue], self_attention: SelfAttention) -> TokenStates:
+    def run_blocks(
+        self, tokens: TokenStates, text: Sequence[KeyValue], self_attention: SelfAttention, act: Act | None = None
+    ) -> TokenStates:
         """Run the blocks. `text` holds one entry per block.
 
         What a block computes reads nothing of its own but from arguments, so that one compiled graph does for all.
@@ -271,8 +282,9 @@ class WanDenoiser:
         for layer in range(len(self.blocks)):
             weights = self.weights(layer)
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
-            hidden = self.after_attention(weights, hidden, modulation[layer], text[layer], mixed, attend)
-        return TokenStates(hidden, tokens.time)
+            own_act = None if act is None else partial(act, layer)
+            hidden = self.after_attention(weights, hidden, modulation[layer], text[layer], mixed, attend, own_act)
+        return tokens._replace(hidden=hidden)
 
     @property
     def attend(self) -> Attend:
@@ -327,9 +339,11 @@ class WanDenoiser:
         return self._split(query), self._split(key), self._split(value)
 
     def after_attention(
-        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mixed: Tensor, attend: Attend
-    ) -> Tensor:
-        """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it."""
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mixed: Tensor, attend: Attend,
+        act: Callable[[WanTransformerBlock, Tensor], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
+        as of `run_blocks`."""
         block = weights.block
         _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
         hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
@@ -337,6 +351,8 @@ class WanDenoiser:
         cross = block.attn2
         query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
         hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+        if act is not None:
+            hidden = act(block, hidden)
 
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)

@@ -20,9 +20,9 @@ from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.runner.controls import HeldControls
+from streamdiff.pipeline.runner.controls import HeldControls, action_rows
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
-from streamdiff.session_state.fields import DERIVED, STATE, session_state
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,15 @@ class StreamInputs:
     noise: in place of the seed's.
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
+    condition: see `SamplerState.condition`.
+    controls: what steers each chunk `[n, *ModelSpec.steering_shape]`, in place of what is held; the last goes on.
     """
 
     noise: Noise | None = None
     source: InitLatents | None = None
     levels: StepLevels | None = None
+    condition: Tensor | None = None
+    controls: Tensor | None = None
 
 
 @session_state("head")
@@ -186,6 +190,9 @@ class SamplerState:
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream continues from. With a clean pass they leave when that
     has been entered; in `same_step` every step has them as its x0."""
+    condition: Tensor | None = field(default=None, metadata=KEPT)
+    """What the picture that the stream begins with is to a model with condition channels: `[channels, n, h, w]`; later
+    latent frames have the last one's. None: zeros."""
     live: LiveLatents | None = field(default=None, metadata=DERIVED)
     """Video that comes in while the stream runs. A resumed session is fed again."""
     video: GivenVideo | None = field(default=None, metadata=DERIVED)
@@ -195,7 +202,9 @@ class SamplerState:
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=DERIVED)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     controls: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
-    """By chunk in flight, or `kept`: its control vectors `[F, K]`; empty where the model has no controls."""
+    """By chunk in flight, or `kept`: what steers it, see `ModelSpec.steering_shape`; empty where nothing does."""
+    given_controls: Tensor | None = field(default=None, metadata=DERIVED)
+    """By chunk, in place of what is held, see `StreamInputs.controls`."""
     held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
     """The controls that the next chunk gets. A resumed session begins with none."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -224,7 +233,8 @@ class LatentSampler:
         self.sessions: dict[int, SamplerState] = {}
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
-        self._at_rest = torch.zeros(model.spec.chunk_latents, len(model.spec.controls), device=device)
+        shape = model.spec.steering_shape
+        self._at_rest = None if shape is None else torch.zeros(shape, device=device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
     def prepare(
@@ -245,6 +255,9 @@ class LatentSampler:
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
         state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=video)
         levels = given.levels
+        if given.condition is not None:
+            state.condition = given.condition.to(self.device, torch.float32)
+        state.given_controls = given.controls
         if given.source is not None:
             state.source = given.source.on(self.device)
             levels = levels or StepLevels.of_first_step(given.source, schedule)
@@ -293,24 +306,45 @@ class LatentSampler:
 
     @torch.inference_mode()
     def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, ...]:
-        """Model inputs for `rows`: latents `[R, C, F, h, w]`, time embeddings `[R, F, D]` and, where the model has
-        controls, their vectors `[R, F, K]`, in the model's dtype; a chunk's first step takes its noise, and
-        the controls that are held. Mutates: self."""
+        """Model inputs for `rows`: latents `[R, C, F, h, w]`, with their condition behind them, time embeddings
+        `[R, F, D]` in the model's dtype and, where the model has controls, their vectors `[R, F, K]` in that, or rows
+        of actions `[R, rows, K]`, float32; a chunk's first step takes its noise, and the controls that are held.
+        Mutates: self."""
         latents, times = [], []
         for row in rows:
             session = self.sessions[row.session]
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._begin(row)
-                if self.spec.controls:
-                    vectors = session.held.take(self.spec.chunk_latents, self.spec.controls)
-                    session.controls[row.chunk] = vectors.to(self.device, non_blocking=True)
+                if self._at_rest is not None:
+                    session.controls[row.chunk] = self._steering(session, row.chunk)
             times.append(self._time(row))
-            latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
+            own = self._context(row) if row.clean else session.latents[row.chunk, row.epoch]
+            latents.append(self._with_condition(own, row.chunk, session.condition))
         given = torch.stack(latents).to(self.dtype), torch.stack(times)
-        if not self.spec.controls:
+        if self._at_rest is None:
             return given
-        controls = [self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows]
-        return *given, torch.stack(controls).to(self.dtype)
+        controls = torch.stack([self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows])
+        return *given, controls if self.spec.action_rows is not None else controls.to(self.dtype)
+
+    def _steering(self, session: SamplerState, chunk: int) -> Tensor:
+        """What steers a chunk that is admitted now, on the device. Mutates: session."""
+        if (given := session.given_controls) is not None:
+            return given[min(chunk, len(given) - 1)].to(self.device, non_blocking=True)
+        vectors = session.held.take(self.spec.chunk_latents, self.spec.controls).to(self.device, non_blocking=True)
+        rows = self.spec.action_rows
+        return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)
+
+    def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
+        """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""
+        if not self.spec.condition_channels:
+            return latents
+        first, frames = chunk * self.spec.chunk_latents, range(self.spec.chunk_latents)
+        if condition is None:
+            own = latents.new_zeros(self.spec.condition_channels, *latents.shape[1:])
+        else:  # frame by frame: a list of numbers would be uploaded
+            last = condition.shape[1] - 1
+            own = torch.stack([condition[:, min(first + frame, last)] for frame in frames], 1)
+        return torch.cat([latents, own])
 
     def look_ahead(self, rows: Sequence[MicroStep]) -> None:
         """`rows` are about to enter: have prepared, while the stage computes, what their chunks' next steps need, and

@@ -36,6 +36,7 @@ class FakeStream:
     switch: str = "keep"
     held: dict[str, float] = field(default_factory=dict)
     changes: int = 0
+
     @property
     def waits(self) -> bool:
         """Whether a change has to come before the next chunk."""

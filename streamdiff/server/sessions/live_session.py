@@ -104,7 +104,7 @@ class LiveSession:
         self.begins_with_image = spec.image is not None
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
-        self.paused = False
+        self.paused = self.closed = False  # closed, or about to be: nobody may join
         self.rev = self.resets = 0
         """Revision of the state, which goes up with every request; and how often its stream has begun again."""
         # Steps: in force, as requested (`demand`), and as the engine was sent last.
@@ -112,7 +112,6 @@ class LiveSession:
         self.limit, self._demand = UNLIMITED, ViewerDemand(self.steps, spec.fps, spec.adaptive)
         # The engine.
         self.engine = EngineStatus()
-        self.closed = False  # or about to be, nobody may join
         self.place = "none"
         """Where its caches lie: `device`, `host` (memory) or `disk`; `none` while the engine has not opened it."""
         self.epoch = -1

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(cd "${VENV:-.venv}" && pwd)/bin/python
+aiperf=$PWD/.venv-aiperf
 cd tests/interop
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
@@ -68,13 +69,13 @@ plays() {
 AIPERF=0.13.0
 
 aiperf_plays() {
-    if [[ $(cat aiperf/.installed 2>/dev/null) != "$AIPERF" ]]; then
-        say "interop: installing aiperf $AIPERF in tests/interop/aiperf (700 MB)"
-        if ! { "$python" -m venv --clear aiperf && timeout 600 aiperf/bin/python -m pip install --quiet \
+    if [[ $(cat "$aiperf/.installed" 2>/dev/null) != "$AIPERF" ]]; then
+        say "interop: installing aiperf $AIPERF in .venv-aiperf (860 MB)"
+        if ! { "$python" -m venv --clear "$aiperf" && timeout 600 "$aiperf/bin/python" -m pip install --quiet \
             --disable-pip-version-check --no-compile "aiperf==$AIPERF"; } >&2; then
             lacks "pip could not install aiperf $AIPERF, so it does not play" || return 1
         fi
-        echo "$AIPERF" >aiperf/.installed
+        echo "$AIPERF" >"$aiperf/.installed"
     fi
     say "interop: aiperf $AIPERF"
 }

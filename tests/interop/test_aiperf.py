@@ -12,11 +12,12 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.rules.source import ROOT
 from tests.server.jobs.test_videos import making
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.aiperf]
 
-AIPERF = Path(__file__).with_name("aiperf") / "bin" / "aiperf"
+AIPERF = ROOT / ".venv-aiperf" / "bin" / "aiperf"
 PROMPTS = ["a red circle", "a blue star"]
 
 

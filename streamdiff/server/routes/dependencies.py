@@ -22,7 +22,8 @@ _TOKEN = HTTPBearer(
         "them, one that names `steer` a control token. A server that was started without tokens asks for none, but to "
         "steer a session that was opened over this API; one with a control token alone lets everybody watch the "
         "default session. The WebSocket /api/sessions/{session}/control takes the token as this header too, or, since "
-        "pages can set none, as the subprotocol `streamdiff.token.TOKEN`, offered beside `streamdiff`."
+        "pages can set none, as the subprotocol `streamdiff.token.TOKEN`, offered beside `streamdiff`. Who has a "
+        "session's wheel shows that by the header `Wheel-Token`, and may steer it then with a token good for watching."
     ),
     auto_error=False,
 )

@@ -431,13 +431,6 @@ class LiveSession:
             self._send_state()
             source.end_soon("encoder")
 
-    def _input_state(self, may_control: bool) -> dict[str, Any] | None:
-        """JSON-able; the reason of a fault is only for callers that `may_control`."""
-        if self.input is None:
-            return None
-        fault = self.input.used.fault if may_control or not self.input.used.fault else "failed"
-        return {"kind": self.input.kind, "strength": self.strength, "fault": fault}
-
     # ---- requests -----------------------------------------------------------------------------------------------
 
     async def control(self, message: ControlMessage, owner: str) -> str:
@@ -626,7 +619,7 @@ class LiveSession:
             **{name: getattr(self, name) for name in names},
             "image": self.begins_with_image,
             "features": list(self.features.names),
-            "input": self._input_state(may_control),
+            "input": None if self.input is None else {"strength": self.strength, **self.input.state(may_control)},
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             "adaptive": demand.adaptive,

@@ -41,7 +41,7 @@ export function startWheel(client, view, changed) {
     const { holder, queue } = wheel;
     const at = place();
     view.steers = holder ? at === 0 : controller;
-    const mayTake = controller || wheel.open || at >= 0;
+    const mayTake = client.connected && (controller || wheel.open || at >= 0); // who plays from elsewhere has no channel to steer by
     const waiting = queue.length ? ` ${queue.length} ${queue.length === 1 ? "waits" : "wait"}.` : "";
     const who = !holder ? "Nobody has the wheel." : at === 0 ? "You have the wheel." : `${holder.name} has the wheel.`;
     setText($("wheel-text"), at > 0 ? `${who} You are number ${at} of ${queue.length} in the queue.` : `${who}${waiting}`);

@@ -105,7 +105,7 @@ class Engine:
         """Carry out queued requests whose parts are encoded; continue swapping, saving and live video where there are
         any, and give the pipeline new prompts, steps and inputs. Mutates: self, pipeline."""
         events: list[Event] = []
-        if self._prompt_queue.busy:
+        if self._prompt_queue.lines or self._prompt_queue.ahead:
             if not self._pipeline.busy:
                 futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
             events += self.settle()
@@ -164,7 +164,8 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
         changes = any(self._is_due(session) for session in self._sessions.values())
-        return self._pipeline.busy or self._prompt_queue.busy or bool(self._resting.saves) or changes
+        queue = self._prompt_queue
+        return self._pipeline.busy or bool(queue.lines or queue.ahead or self._resting.saves) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""

@@ -115,7 +115,8 @@ class PromptQueue:
         self.lines: dict[str, _Line] = {}
         """Of the sessions whose requests wait, by name."""
         self.texts_encoded = self.pictures_encoded = 0
-        self._ahead: list[Future[Encoded]] = []
+        self.ahead: list[Future[Encoded]] = []
+        """Texts of timelines that are being encoded."""
         self._thread: ThreadPoolExecutor | None = None
 
     def __contains__(self, session: str) -> bool:
@@ -148,21 +149,16 @@ class PromptQueue:
         self."""
         answers = [answer for line in self.lines.values() for answer in line.poll(self._submit)]
         self.lines = {name: line for name, line in self.lines.items() if line.pending}
+        self.ahead = [each for each in self.ahead if not each.done()]
         return answers
 
     def encodings(self) -> list[Future[Any]]:
         """Encodings in progress; when one is done, `poll` returns more, or a timeline goes on."""
-        self._ahead = [each for each in self._ahead if not each.done()]
-        return [*self._ahead, *(line.encoding for line in self.lines.values() if line.encoding is not None)]
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests wait, or a text is encoded ahead."""
-        return bool(self.lines) or not all(each.done() for each in self._ahead)
+        return [*self.ahead, *(line.encoding for line in self.lines.values() if line.encoding is not None)]
 
     def encode_ahead(self, text: str) -> Future[Encoded]:
         """Have a text encoded, for later; at once where that is fast. Mutates: self."""
-        self._ahead.append(encoding := self._submit(PendingRequest(StreamCommand(""), text)))
+        self.ahead.append(encoding := self._submit(PendingRequest(StreamCommand(""), text)))
         return encoding
 
     def close(self) -> None:

@@ -195,6 +195,9 @@ class ReferenceJob(_Job):
     sigmas: _Numbers = None
     """noise levels of the steps, if they are not timestep / 1000; a 0 at the end of --steps is a step where it has a
     level above 0 here, and is dropped otherwise"""
+    renoise_sigmas: _Numbers = None
+    """noise levels that the second step and later ones begin with, where they are not those that clean latents are made
+    with (--sigmas): one less than --steps (LingBot-World)"""
     first_chunk_steps: _Numbers = None
     """the list of --steps for a stream's first chunk, where that has another, at least as long; its noise levels are
     timestep / 1000, or follow from --shift and --warp"""

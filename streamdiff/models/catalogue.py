@@ -146,6 +146,7 @@ class Sampling(_Entry):
     keep_end: bool = False
     timestep_dtype: Literal["exact", "bfloat16"] = "exact"
     first_noise_scale: float = 1.0
+    truncated: bool = False
 
     def schedule(self) -> Schedule:
         """Timesteps and noise levels of the denoise steps, with those of the first chunk where it has its own.

@@ -338,7 +338,7 @@ class LatentSampler:
             x0 = session.given_latents[row.chunk]
         if not row.last:
             fresh = self._noise(row, row.step + 1)
-            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
+            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1, renoise=True))
             return None
         session.video_levels.pop(row.chunk, None)
         if session.live is not None:
@@ -397,15 +397,16 @@ class LatentSampler:
         """Time embedding `[F, D]` of timesteps `[F]`."""
         return self._embed(timesteps[None])[0].to(self.dtype)
 
-    def _sigma(self, row: MicroStep, step: int) -> Tensor | float:
+    def _sigma(self, row: MicroStep, step: int, renoise: bool = False) -> Tensor | float:
         """The noise level of the row's chunk at one of its steps, as `StepLevels.sigma`, or one for all its latent
-        frames; at the first an input may have its own."""
+        frames; at the first an input may have its own. `renoise`: that which its x_t is made with, not x0."""
         session = self.sessions[row.session]
         if (video := session.video_levels.get(row.chunk)) is not None:
             return video.sigmas[step]
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
-        return session.schedule.of(row.chunk).sigmas[step]
+        schedule = session.schedule.of(row.chunk)
+        return schedule.renoise_sigma(step) if renoise else schedule.sigmas[step]
 
     def _prefetched(self, noise: Noise, schedule: Schedule) -> PrefetchedNoise:
         return PrefetchedNoise(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)

@@ -34,7 +34,8 @@ class _Entry(BaseModel):
 
 
 class Architecture(_Entry):
-    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim."""
+    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim, `camera_channels` those that a
+    camera has for each patch, None without one."""
 
     width: int
     ffn_dim: int
@@ -44,10 +45,12 @@ class Architecture(_Entry):
     out_channels: int
     freq_dim: int
     patch: tuple[int, int, int] = (1, 2, 2)
+    camera_channels: int | None = None
 
     def arguments(self, text_dim: int) -> dict[str, Any]:
-        """Arguments of diffusers' `WanTransformer3DModel`, for texts of this width."""
-        return {
+        """Arguments of `transformer.wan.make_transformer`, for texts of this width."""
+        camera = {} if self.camera_channels is None else {"camera_channels": self.camera_channels}
+        return camera | {
             "patch_size": self.patch,
             "num_attention_heads": self.heads,
             "attention_head_dim": self.width // self.heads,

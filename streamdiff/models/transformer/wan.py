@@ -10,7 +10,7 @@ H heads, d head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from math import prod
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from torch import Tensor, nn
 
+from streamdiff.models.camera import camera_channels
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
@@ -34,6 +35,13 @@ class KeyValue(NamedTuple):
 
     key: Tensor
     value: Tensor
+
+
+class Modulation(NamedTuple):
+    """What a camera does to one block's hidden states: `hidden * scale + shift`, both `[R, L, D]`."""
+
+    scale: Tensor
+    shift: Tensor
 
 
 SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -116,6 +124,26 @@ def _position_planes(
             planes.append(wave(torch.pi * order * x)[None, :].expand(height, width))
     made = (torch.stack(planes[:count]) if count else torch.zeros(0, height, width)).to(device, dtype)
     return made if frames is None else made[None, :, None].expand(-1, -1, frames, -1, -1)
+
+
+CAMERA_PATCHES = "patch_embedding_wancamctrl"
+"""The layer that camera channels enter by, in models that have one (LingBot-World)."""
+_CAMERA_TOP = ("c2ws_hidden_states_layer1", "c2ws_hidden_states_layer2")
+_CAMERA_BLOCK = ("cam_injector_layer1", "cam_injector_layer2", "cam_scale_layer", "cam_shift_layer")
+
+
+def make_transformer(architecture: Mapping[str, Any]) -> WanTransformer3DModel:
+    """diffusers' model of this architecture, the arguments of its class; with `camera_channels`, the inputs of
+    `CAMERA_PATCHES`, it and its blocks have the layers of a camera too."""
+    sizes = {**architecture}
+    channels, width = sizes.pop("camera_channels", None), sizes["num_attention_heads"] * sizes["attention_head_dim"]
+    model: WanTransformer3DModel = WanTransformer3DModel.from_config(sizes)
+    if channels is not None:
+        model.add_module(CAMERA_PATCHES, nn.Linear(channels, width))
+        for owner, names in ((model, _CAMERA_TOP), *((block, _CAMERA_BLOCK) for block in model.blocks)):
+            for name in names:
+                owner.add_module(name, nn.Linear(width, width))
+    return model
 
 
 class WanDenoiser:
@@ -248,6 +276,35 @@ class WanDenoiser:
         frames = F.pixel_unshuffle(latents.transpose(1, 2).flatten(0, 1), self.patch[1]).flatten(2).transpose(1, 2)
         hidden = torch.baddbmm(folded.bias, frames, folded.weight.expand(len(frames), -1, -1))
         return hidden.reshape(len(latents), -1, self.width)
+
+    @property
+    def has_camera(self) -> bool:
+        """Whether blocks are steered by a camera."""
+        return hasattr(self.model, CAMERA_PATCHES)
+
+    def camera_embedding(self, cameras: Tensor, height: int, width: int) -> Tensor:
+        """Cameras `[R, F, VALUES]` (see `models.camera`) of `height` x `width` latent pixels to what all blocks make
+        their own of, `[R, L, D]`, row by row."""
+        model: Any = self.model
+        return torch.cat([self._camera_row(model, own, height, width) for own in cameras])
+
+    def _camera_row(self, model: Any, own: Tensor, height: int, width: int) -> Tensor:
+        patches = F.pixel_unshuffle(camera_channels(own, height, width), self.patch[1]).flatten(2).transpose(1, 2)
+        embedded = getattr(model, CAMERA_PATCHES)(patches.flatten(0, 1)[None].to(self.dtype))
+        first, second = (getattr(model, name) for name in _CAMERA_TOP)
+        result: Tensor = embedded + second(F.silu(first(embedded)))
+        return result
+
+    def camera_modulation(self, weights: BlockWeights, embedding: Tensor) -> Modulation:
+        """A block's scale and shift from the camera embedding `[R, L, D]`, row by row."""
+        first, second, scale, shift = (getattr(weights.block, name) for name in _CAMERA_BLOCK)
+
+        def of_row(row: Tensor) -> tuple[Tensor, Tensor]:
+            own = row + second(F.silu(first(row)))
+            return 1 + scale(own), shift(own)
+
+        rows = [of_row(row) for row in embedding.split(1)]
+        return Modulation(*(torch.cat(parts) if len(rows) > 1 else parts[0] for parts in zip(*rows, strict=True)))
 
     def time_embedding(self, timestep: Tensor) -> Tensor:
         """Timesteps in [0, 1000] `[R, F]` to time embeddings `[R, F, D]`, in the dtype of the layer that makes them."""

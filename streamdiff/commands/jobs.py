@@ -182,6 +182,10 @@ class ReferenceJob(_Job):
     first_steps: _File = None
     """timestep and noise level of each chunk's first step, or of every step, also by latent frame, instead of those of
     --steps and --strength; see below"""
+    condition: _File = None
+    """what the picture that the stream begins with is to an image-to-video model (36 input channels): latents [C, F, h,
+    w], the picture's and of what comes after it (grey, in published models), and, if not 1 on the first latent frame
+    alone, mask [4, F, h, w]; beyond its end the last latent frame is repeated"""
     given_latents: _File = None
     """finished latents of the stream's first chunks, which it continues from; they count in --chunks and are output.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0

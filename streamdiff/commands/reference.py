@@ -84,6 +84,8 @@ class ReferenceRun:
     clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `same_step`
     each step sees them at its own noise level.
 
+    `condition` `[channels, n, h, w]` is what the picture that each stream begins with is, as of `SamplerState`.
+
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
             cannot be mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a
@@ -105,6 +107,7 @@ class ReferenceRun:
     noise_level: Tensor | None = None
     levels: StepLevels | None = None
     given_latents: Tensor | None = None
+    condition: Tensor | None = None
     mix: int = 1
 
     def __post_init__(self) -> None:
@@ -144,7 +147,7 @@ class ReferenceRun:
         initial, renoise = (None if each is None else each[first:] for each in (self.initial, self.renoise))
         noise = Noise(spec.chunk_shape, self.seed, initial, renoise, self.schedule)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return StreamInputs(noise, self._source(spec, first), levels)
+        return StreamInputs(noise, self._source(spec, first), levels, self.condition)
 
     def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
@@ -495,6 +498,7 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
     assert job.chunks is not None
     chunk, height, width = spec.chunk_latents, spec.latent_height, spec.latent_width
     given = [(job.noise, "initial"), (job.video_latents, "latents"), (job.given_latents, "latents")]
+    given += [(job.condition, "latents")]
     shapes = [(path, _shape(path, name)) for path, name in given if path is not None]
     chunk = job.chunk_latents or next((shape[2] for _, shape in shapes if len(shape) == 5), chunk)
     for path, shape in shapes[::-1]:  # the first one says the size; that the others agree is checked as they are read
@@ -589,6 +593,7 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
         noise_level=noise_level,
         levels=levels,
         given_latents=None if job.given_latents is None else _read_given(job.given_latents, spec),
+        condition=_read_condition(job, spec),
         motion=_read_motion(job, spec),
         mix=1 if job.prompt_mix is None else job.prompt_mix,
     )
@@ -613,6 +618,17 @@ def _read_given(path: Path, spec: ModelSpec) -> Tensor:
         f"multiple of {spec.chunk_latents}, or say --chunk-frames",
     )
     return latents
+
+
+def _read_condition(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
+    """The picture's condition; ConfigError where the model takes one and none is given, or the other way round."""
+    takes, name = spec.condition_channels, job.model.name
+    other = f"--condition: {name} takes none, as it is no image-to-video model; leave it out"
+    _refuse_if(job.condition is not None and not takes, other, "condition")
+    missing = f"--condition is missing: {name} is an image-to-video model, which begins with a picture's latents"
+    _refuse_if(job.condition is None and takes, missing, "condition")
+    masks = takes - spec.latent_channels
+    return None if job.condition is None else tensor_file.read_condition(job.condition, spec.chunk_shape, masks)
 
 
 def _read_motion(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:

@@ -369,6 +369,7 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
     assert usual.stream is not None and usual.native_fps is not None
     known = entry or usual
     _, pictures, text = parts_of(known)
+    beside = architecture["in_channels"] - architecture["out_channels"]
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
@@ -384,6 +385,7 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         shift=1.0,
         steps=(),
         text_shape=(text.tokens, architecture["text_dim"]),
+        condition_channels=beside if beside == architecture["out_channels"] + pictures.temporal else 0,
     )
     if entry is None or entry.stream is None:
         return spec

@@ -252,6 +252,14 @@ def image_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: in
     return FileSpec("a picture's latents", {"latents": shapes}, max_bytes=most)
 
 
+def condition_contract(chunk_shape: Shape, masks: int) -> FileSpec:
+    """`latents` `[C, F, h, w]` of the picture that a stream begins with, and of what comes after it; `mask`
+    `[masks, F, h, w]`, 1 where they are to be kept, may be left out; `chunk_shape` is `[C, f, h, w]`."""
+    frames = FreeDim("F"), *chunk_shape[2:]
+    tensors: dict[str, tuple[Shape, ...]] = {"latents": ((chunk_shape[0], *frames),), "mask": ((masks, *frames),)}
+    return FileSpec("a picture's condition", tensors, ("mask",))
+
+
 VIDEO_FILE = FileSpec("frames", {"video": ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)}, max_bytes=MAX_VIDEO_BYTES)
 """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
 

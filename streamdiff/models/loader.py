@@ -198,12 +198,11 @@ class ModelLoader:
                 f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
                 "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
-        denoiser = WanDenoiser(weights, len(self.spec.controls))
+        denoiser = WanDenoiser(weights, len(self.spec.controls), self.spec.condition_channels)
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
-                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
-                "gives it, as image-to-video models do; only text to video is supported, which can begin with a "
-                "picture too (--image)"
+                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing gives "
+                f"it: a picture's condition has {self.spec.latent_channels + self.spec.frames_per_latent}"
             )
         denoiser.attention = attention
         return denoiser.fuse()

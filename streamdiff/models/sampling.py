@@ -290,3 +290,15 @@ def noise(shape: tuple[int, ...], *, seed: int, chunk: int, step: int) -> Tensor
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(counter_seed(seed, chunk, step)))
+
+
+def condition(latents: Tensor, masks: int, mask: Tensor | None = None) -> Tensor:
+    """What a picture is to an image-to-video model `[masks + C, n, h, w]`: `mask` `[masks, F, h, w]` (None: 1 on the
+    first latent frame alone), then `latents` `[C, F, h, w]`; the shorter is continued with its last latent frame."""
+    import torch
+
+    if mask is None:
+        mask = latents.new_zeros(masks, 2, *latents.shape[2:])
+        mask[:, 0] = 1
+    most = max(mask.shape[1], latents.shape[1])
+    return torch.cat([each[:, [min(i, each.shape[1] - 1) for i in range(most)]] for each in (mask, latents)])

@@ -57,7 +57,8 @@ class ModelSpec:
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
     again from its picture; `switch` is what a new prompt does to the past unless it says; each latent frame
-    has a vector of what the `controls` say, in their order."""
+    has a vector of what the `controls` say, in their order. The last `condition_channels` input channels say with what
+    picture the stream begins: a mask, with a channel for each frame of a latent frame, and latents."""
 
     name: str
     latent_channels: Count
@@ -84,6 +85,7 @@ class ModelSpec:
     context_pictures: bool = False
     switch: str = "keep"
     controls: tuple[Control, ...] = ()
+    condition_channels: int = 0
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
@@ -127,6 +129,12 @@ class ModelSpec:
     def chunk_shape(self) -> tuple[int, int, int, int]:
         """Shape `[C, F, h, w]` of a chunk's latents."""
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        """Shape of what the transformer is given of a chunk: its latents, then its condition."""
+        channels, *size = self.chunk_shape
+        return channels + self.condition_channels, size[0], size[1], size[2]
 
 
 def with_size(spec: ModelSpec, width: int, height: int) -> ModelSpec:

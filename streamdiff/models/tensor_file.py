@@ -22,6 +22,7 @@ from torch import Tensor
 
 from streamdiff.atomic_write import check_free, check_parent, temporary_sibling
 from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.models import sampling
 from streamdiff.models.headers import (
     ITEM_BYTES,
     LENGTH_BYTES,
@@ -30,6 +31,7 @@ from streamdiff.models.headers import (
     FreeDim,
     Shape,
     check_contract,
+    condition_contract,
     latents_contract,
     noise_contract,
     parse_header,
@@ -101,6 +103,17 @@ def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
         ConfigError: see `read` and `latents_contract`.
     """
     return read(path, latents_contract(chunk_shape, chunks=chunks))["latents"]
+
+
+def read_condition(path: Path, chunk_shape: Shape, masks: int) -> Tensor:
+    """What a picture makes of a stream `[masks + C, n, h, w]`, float32: a mask (without one in the file: 1 on the first
+    latent frame), then latents. What is shorter continues with its last latent frame.
+
+    Raises:
+        ConfigError: see `read` and `condition_contract`.
+    """
+    found = read(path, condition_contract(chunk_shape, masks))
+    return sampling.condition(found["latents"], masks, found.get("mask"))
 
 
 def not_finite(tensor: Tensor) -> str:

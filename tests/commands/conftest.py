@@ -50,9 +50,9 @@ def given(tmp_path: Path) -> Given:
     return checkpoint(tmp_path)
 
 
-def checkpoint(folder: Path, layers: int = 3, heads: int = 2) -> Given:
-    """The checkpoint of so many blocks, with noise and two texts, in a folder."""
-    model = small_transformer(5, layers=layers, heads=heads, planes=0)
+def checkpoint(folder: Path, layers: int = 3, heads: int = 2, planes: int = 0) -> Given:
+    """The checkpoint of so many blocks and more input channels, with noise and two texts, in a folder."""
+    model = small_transformer(5, layers=layers, heads=heads, planes=planes)
     torch.save({"generator": original(model.state_dict()), "step": 7}, folder / "wan.pt")
     config = {"num_attention_heads": model.config.num_attention_heads}
     (folder / "config.json").write_text(json.dumps(config | {"attention_head_dim": model.config.attention_head_dim}))

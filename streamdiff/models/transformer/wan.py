@@ -149,8 +149,9 @@ def make_transformer(architecture: Mapping[str, Any]) -> WanTransformer3DModel:
 class WanDenoiser:
     """A `WanTransformer3DModel` in parts: text, embedding, blocks, output layer. Holds weights and constants only."""
 
-    def __init__(self, model: WanTransformer3DModel, controls: int = 0) -> None:
-        """`controls`: the last input channels of the patch embedding are one plane for each of so many controls."""
+    def __init__(self, model: WanTransformer3DModel, controls: int = 0, condition: int = 0) -> None:
+        """`controls`: the last input channels of the patch embedding are one plane for each of so many controls.
+        `condition`: so many input channels behind the latents' come with these, see `ModelSpec.condition_channels`."""
         self.model = model
         self.controls = controls
         config: Any = model.config
@@ -159,7 +160,7 @@ class WanDenoiser:
         self.head_dim: int = config.attention_head_dim
         self.latent_channels: int = config.out_channels
         self.text_width: int = config.text_dim
-        self.extra_channels: int = config.in_channels - config.out_channels - controls
+        self.extra_channels: int = config.in_channels - config.out_channels - controls - condition
         """Position planes, see `position_planes`."""
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
         self.attention = "auto"

@@ -134,11 +134,11 @@ class MessageLayout:
 
     @classmethod
     def within_first_stage(cls, model: StageModel, max_rows: int) -> MessageLayout:
-        """What the head gives the other ranks of its stage: latents, time embeddings and control vectors, and text
-        embeddings."""
+        """What the head gives the other ranks of its stage: latents with their condition, time embeddings and control
+        vectors, and text embeddings."""
         denoiser, spec = model.denoiser, model.spec
         frames, dtype = spec.chunk_latents // denoiser.patch[0], denoiser.dtype
-        shapes: list[Shape] = [spec.chunk_shape, (frames, denoiser.width)]
+        shapes: list[Shape] = [spec.input_shape, (frames, denoiser.width)]
         shapes += [(frames, len(spec.controls))] if spec.controls else []
         return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
 

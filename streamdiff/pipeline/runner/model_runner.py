@@ -157,7 +157,7 @@ class ModelRunner:
         like, width = torch.empty(0, dtype=self.denoiser.dtype, device=self.device), self.denoiser.width
         time = like.new_zeros(rows, self.grid[0], width)
         if self.first:
-            latents = like.new_zeros(rows, self.denoiser.latent_channels, *self.grid)
+            latents = like.new_zeros(rows, *self.spec.input_shape)
             controls = like.new_zeros(rows, self.grid[0], len(self.spec.controls))
             return (latents, time, controls) if self.spec.controls else (latents, time)
         return like.new_zeros(rows, self.denoiser.tokens(self.grid) // self.shares, width), time
@@ -250,8 +250,8 @@ class ModelRunner:
         keeps it copies it. Mutates: the rows' caches.
 
         Args:
-            given: on the first stage latents `[R, C, F, h, w]`, the time embedding `[R, F, D]` and control vectors
-                `[R, F, K]` where the model has some, else `TokenStates`.
+            given: on the first stage latents `[R, C, F, h, w]`, with their condition behind them, the time embedding
+                `[R, F, D]` and control vectors `[R, F, K]` where the model has some, else `TokenStates`.
 
         Returns:
             On the last stage the flow `[R, C, F, h, w]` alone, and where ranks share it that on the first of them only;

@@ -22,7 +22,7 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.runner.controls import HeldControls
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
-from streamdiff.session_state.fields import DERIVED, STATE, session_state
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,13 @@ class StreamInputs:
     noise: in place of the seed's.
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
+    condition: see `SamplerState.condition`.
     """
 
     noise: Noise | None = None
     source: InitLatents | None = None
     levels: StepLevels | None = None
+    condition: Tensor | None = None
 
 
 @session_state("head")
@@ -186,6 +188,9 @@ class SamplerState:
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream continues from. With a clean pass they leave when that
     has been entered; in `same_step` every step has them as its x0."""
+    condition: Tensor | None = field(default=None, metadata=KEPT)
+    """What the picture that the stream begins with is to a model with condition channels: `[channels, n, h, w]`; later
+    latent frames have the last one's. None: zeros."""
     live: LiveLatents | None = field(default=None, metadata=DERIVED)
     """Video that comes in while the stream runs. A resumed session is fed again."""
     video: GivenVideo | None = field(default=None, metadata=DERIVED)
@@ -245,6 +250,8 @@ class LatentSampler:
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
         state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=video)
         levels = given.levels
+        if given.condition is not None:
+            state.condition = given.condition.to(self.device, torch.float32)
         if given.source is not None:
             state.source = given.source.on(self.device)
             levels = levels or StepLevels.of_first_step(given.source, schedule)
@@ -293,9 +300,9 @@ class LatentSampler:
 
     @torch.inference_mode()
     def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, ...]:
-        """Model inputs for `rows`: latents `[R, C, F, h, w]`, time embeddings `[R, F, D]` and, where the model has
-        controls, their vectors `[R, F, K]`, in the model's dtype; a chunk's first step takes its noise, and
-        the controls that are held. Mutates: self."""
+        """Model inputs for `rows`: latents `[R, C, F, h, w]`, with their condition behind them, time embeddings
+        `[R, F, D]` and, where the model has controls, their vectors `[R, F, K]`, in the model's dtype; a chunk's first
+        step takes its noise, and the controls that are held. Mutates: self."""
         latents, times = [], []
         for row in rows:
             session = self.sessions[row.session]
@@ -305,12 +312,25 @@ class LatentSampler:
                     vectors = session.held.take(self.spec.chunk_latents, self.spec.controls)
                     session.controls[row.chunk] = vectors.to(self.device, non_blocking=True)
             times.append(self._time(row))
-            latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
+            own = self._context(row) if row.clean else session.latents[row.chunk, row.epoch]
+            latents.append(self._with_condition(own, row.chunk, session.condition))
         given = torch.stack(latents).to(self.dtype), torch.stack(times)
         if not self.spec.controls:
             return given
         controls = [self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows]
         return *given, torch.stack(controls).to(self.dtype)
+
+    def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
+        """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""
+        if not self.spec.condition_channels:
+            return latents
+        first, frames = chunk * self.spec.chunk_latents, range(self.spec.chunk_latents)
+        if condition is None:
+            own = latents.new_zeros(self.spec.condition_channels, *latents.shape[1:])
+        else:  # frame by frame: a list of numbers would be uploaded
+            last = condition.shape[1] - 1
+            own = torch.stack([condition[:, min(first + frame, last)] for frame in frames], 1)
+        return torch.cat([latents, own])
 
     def look_ahead(self, rows: Sequence[MicroStep]) -> None:
         """`rows` are about to enter: have prepared, while the stage computes, what their chunks' next steps need, and

@@ -131,12 +131,18 @@ def _check_sampler(head: HeadState, spec: ModelSpec) -> None:
     new, where, scheduled = head.sampler, "head.sampler", head.scheduled
     _within(f"{where}.visible_from_chunk", new.visible_from_chunk, 0, scheduled.next_chunk)
     shape = walk.described(torch.empty(spec.chunk_shape, device=walk.META))
+    condition = spec.condition_channels, spec.latent_height, spec.latent_width
     for name, latents in (
         *((f"latents[{key}]", each) for key, each in new.latents.items()),
         *((f"kept[{key}]", each) for key, (each, _) in new.kept.items()),
         *((f"given_latents[{key}]", each) for key, each in new.given_latents.items()),
     ):
         _must(walk.described(latents) == shape, f"{where}.{name}", walk.described(latents), shape)
+    planes = new.condition
+    fits = planes is None or (
+        planes.ndim == 4 and (len(planes), *planes.shape[2:]) == condition and planes.shape[1] > 0
+    )
+    _must(fits, f"{where}.condition", planes, "of this model")
     vectors = walk.described(torch.empty(spec.chunk_latents, len(spec.controls), device=walk.META))
     for key, each in new.controls.items():
         _must(walk.described(each) == vectors, f"{where}.controls[{key}]", walk.described(each), vectors)

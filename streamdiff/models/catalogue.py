@@ -222,9 +222,11 @@ class Switches(_Entry):
 
 
 class Positions(_Entry):
-    """Rotary positions as published, and others that the authors offer."""
+    """Rotary positions as published, and others that the authors offer; `count` is the length of the authors' table, as
+    far as a stream longer than that would be read beyond it."""
 
     published: Rope
+    count: int | None = None
     works: tuple[Rope, ...] = ()
 
 
@@ -401,6 +403,7 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         adaptive_sink=stream.sink_value if stream.sink_policy == "adaptive" else None,
         averaged_sink=stream.sink_value if stream.sink_policy == "average" else None,
         rope=entry.positions.published,
+        positions=entry.positions.count,
         steps=tuple(schedule.steps for schedule in schedules),
         schedules=schedules,
         context_sigma=(context.noise or 0.0) / 1000,

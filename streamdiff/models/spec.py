@@ -51,7 +51,8 @@ class ModelSpec:
     is (text tokens, text width) of a prompt's embeddings; `steps` are the numbers of denoise steps per chunk that
     it has, the one that it was made for first; `context_sigma`, 0 to 1, is the noise level at which the
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
-    positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
+    positions (`absolute`) or stands right before the window (`relative`), `positions` how many latent frames apart
+    anything was in training (None: no end), see `CacheGeometry.sink_at`; `adaptive_sink` is the likeness, -1 to 1,
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
@@ -77,6 +78,7 @@ class ModelSpec:
     clean_window_latents: Count | None = None
     context_sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
     rope: str = "relative"
+    positions: Count | None = None
     adaptive_sink: float | None = None
     averaged_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()

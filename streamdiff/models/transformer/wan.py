@@ -37,11 +37,17 @@ class KeyValue(NamedTuple):
     value: Tensor
 
 
-class Modulation(NamedTuple):
-    """What a camera does to one block's hidden states: `hidden * scale + shift`, both `[R, L, D]`."""
+class SteeredText(NamedTuple):
+    """As `KeyValue`, and what a camera does to the block's hidden states, `hidden * scale + shift`, `[R, L, D]`."""
 
+    key: Tensor
+    value: Tensor
     scale: Tensor
     shift: Tensor
+
+
+BlockText = KeyValue | SteeredText
+"""What a block is given beside hidden states."""
 
 
 SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -296,8 +302,9 @@ class WanDenoiser:
         result: Tensor = embedded + second(F.silu(first(embedded)))
         return result
 
-    def camera_modulation(self, weights: BlockWeights, embedding: Tensor) -> Modulation:
-        """A block's scale and shift from the camera embedding `[R, L, D]`, row by row."""
+    def steered(self, weights: BlockWeights, text: BlockText, embedding: Tensor) -> SteeredText:
+        """`text` of a block with its scale and shift from the camera embedding `[R, L, D]`, which is made row by
+        row."""
         first, second, scale, shift = (getattr(weights.block, name) for name in _CAMERA_BLOCK)
 
         def of_row(row: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,7 +312,8 @@ class WanDenoiser:
             return 1 + scale(own), shift(own)
 
         rows = [of_row(row) for row in embedding.split(1)]
-        return Modulation(*(torch.cat(parts) if len(rows) > 1 else parts[0] for parts in zip(*rows, strict=True)))
+        made = [torch.cat(parts) if len(rows) > 1 else parts[0] for parts in zip(*rows, strict=True)]
+        return SteeredText(text.key, text.value, *made)
 
     def time_embedding(self, timestep: Tensor) -> Tensor:
         """Timesteps in [0, 1000] `[R, F]` to time embeddings `[R, F, D]`, in the dtype of the layer that makes them."""
@@ -319,8 +327,15 @@ class WanDenoiser:
         embedder = self.model.condition_embedder
         return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
-    def run_blocks(self, tokens: TokenStates, text: Sequence[KeyValue], self_attention: SelfAttention) -> TokenStates:
-        """Run the blocks. `text` holds one entry per block.
+    def run_blocks(
+        self,
+        tokens: TokenStates,
+        text: Sequence[BlockText],
+        self_attention: SelfAttention,
+        camera: Tensor | None = None,
+    ) -> TokenStates:
+        """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
+        block is made here, None: there is none, or `text` has it.
 
         What a block computes reads nothing of its own but from arguments, so that one compiled graph does for all.
         """
@@ -329,7 +344,8 @@ class WanDenoiser:
         for layer in range(len(self.blocks)):
             weights = self.weights(layer)
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
-            hidden = self.after_attention(weights, hidden, modulation[layer], text[layer], mixed, attend)
+            own = text[layer] if camera is None else self.steered(weights, text[layer], camera)
+            hidden = self.after_attention(weights, hidden, modulation[layer], own, mixed, attend)
         return TokenStates(hidden, tokens.time)
 
     @property
@@ -385,12 +401,14 @@ class WanDenoiser:
         return self._split(query), self._split(key), self._split(value)
 
     def after_attention(
-        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mixed: Tensor, attend: Attend
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: BlockText, mixed: Tensor, attend: Attend
     ) -> Tensor:
         """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it."""
         block = weights.block
         _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
         hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
+        if isinstance(text, SteeredText):
+            hidden = torch.addcmul(text.shift, hidden, text.scale)
 
         cross = block.attn2
         query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
@@ -401,9 +419,10 @@ class WanDenoiser:
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
 
 
-def concat_rows(texts: Sequence[KeyValue]) -> KeyValue:
-    """Concatenate one layer's text keys and values of several rows; those of one row are returned without a copy."""
-    return texts[0] if len(texts) == 1 else KeyValue(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
+def concat_rows(texts: Sequence[BlockText]) -> BlockText:
+    """Concatenate what one layer is given for several rows; that of one row is returned without a copy."""
+    kind = type(texts[0])
+    return texts[0] if len(texts) == 1 else kind(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
 
 
 def _row_by_row(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

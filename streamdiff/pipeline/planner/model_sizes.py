@@ -119,6 +119,11 @@ class ModelSizes:
         """Output layer with its modulation, on the last rank."""
         return (self.width + 1) * self.out_channels * prod(self.patch) + 2 * self.width
 
+    def camera_values(self, blocks: int, shares: int = 1) -> int:
+        """What a chunk's cameras do to so many blocks, made once for all its steps: a scale and a shift for each token
+        and channel; a share of the tokens on each of `shares` ranks."""
+        return 0 if self.camera_channels is None else blocks * 2 * self.tokens * self.width // shares
+
     # ---- caches, in numbers ------------------------------------------------------------------------------------
 
     def cache_values(self, blocks: int, *, steps: int, kv_context: str, shares: int = 1) -> int:

@@ -9,12 +9,13 @@ device, in float32.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from streamdiff.session_state.fields import session_state
@@ -36,6 +37,7 @@ UNIT = 0.2
 sequence, which a live stream does not know."""
 STILL = 1e-6
 """Largest translation that counts as none: rounding, which would be blown up to a full step."""
+_ORIGIN = 0.0, 0.0, 0.0
 _MOVE, _TURN_DEG, _STEEPEST_DEG = 0.05, 2.0, 85.0  # of a video frame
 
 
@@ -45,7 +47,7 @@ class Heading(NamedTuple):
 
     yaw: float = 0.0
     pitch: float = 0.0
-    position: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    position: tuple[float, float, float] = _ORIGIN
 
     @property
     def pose(self) -> Poses:
@@ -110,7 +112,7 @@ def relative_poses(poses: Poses, unit: float | None = None) -> Poses:
     return result
 
 
-def cameras(relative: Poses, intrinsics: NDArray[np.floating], width: int, height: int) -> Tensor:
+def cameras(relative: Poses, intrinsics: ArrayLike, width: int, height: int) -> Tensor:
     """Cameras `[F, VALUES]`, float32 on the CPU, of relative poses and `intrinsics` `[4]`, for pictures of this size in
     pixels."""
     across, down = width / INTRINSICS_SIZE[0], height / INTRINSICS_SIZE[1]
@@ -119,13 +121,48 @@ def cameras(relative: Poses, intrinsics: NDArray[np.floating], width: int, heigh
     return torch.from_numpy(np.concatenate([relative[:, :3].reshape(-1, 12), lens], 1)).float()
 
 
+def still_cameras(frames: int, width: int, height: int) -> Tensor:
+    """Cameras `[frames, VALUES]` that stand."""
+    return cameras(np.tile(np.eye(4), (frames, 1, 1)), USUAL_INTRINSICS, width, height)
+
+
+def held_cameras(
+    vectors: NDArray[np.floating], heading: Heading, begins: bool, width: int, height: int
+) -> tuple[Tensor, Heading]:
+    """Cameras `[F, VALUES]` of a chunk whose latent frames have these `vectors` `[F, 4]` of held keys (forward, right,
+    yaw, pitch), from where the camera is heading, and where it is then. Of a stream that `begins` the first latent
+    frame is one of the video, where nothing has moved yet."""
+    keys = np.repeat(vectors[1:] if begins else vectors, FRAMES, 0)
+    poses, end = poses_of_keys(keys, Heading(heading.yaw, heading.pitch))  # without end: only differences matter
+    relative = relative_poses(poses[::FRAMES], UNIT)
+    return cameras(relative if begins else relative[1:], USUAL_INTRINSICS, width, height), end._replace(
+        position=_ORIGIN
+    )
+
+
+def track_cameras(track: Mapping[str, Tensor], chunk: int, width: int, height: int) -> Tensor:
+    """Cameras `[n, chunk, VALUES]` of whole chunks: of `poses` `[frames, 4, 4]` per video frame, divided by the largest
+    step of all, or of `keyboard` `[frames, 8]` (W, A, S, D, I, J, K, L), by the rule of held keys; with `intrinsics`
+    `[1 or frames, 4]`, of which the first count, or the usual ones."""
+    if (keyboard := track.get("keyboard")) is not None:
+        w, a, s, d, up, left, down, right = keyboard.double().numpy().T
+        poses, _ = poses_of_keys(np.stack([w - s, d - a, right - left, up - down], 1))
+        relative = relative_poses(poses[: len(keyboard) : FRAMES], UNIT)
+    else:
+        relative = relative_poses(latent_poses(track["poses"].numpy(), chunk))
+    lens = track["intrinsics"][0].numpy() if "intrinsics" in track else USUAL_INTRINSICS
+    count = len(relative) // chunk
+    return cameras(relative[: count * chunk], lens, width, height).unflatten(0, (count, chunk))
+
+
 def camera_channels(own: Tensor, height: int, width: int) -> Tensor:
     """Cameras `[F, VALUES]` to channels `[F, CHANNELS, h, w]` of `height` x `width` latent pixels, in float32: of each
     pixel the camera's translation, then the direction that it sees, turned with the camera (no cross product)."""
     own = own.float()
     place, lens = own[:, :12].view(-1, 3, 4), own[:, 12:, None, None]
+    wide, high = (torch.where(lens[:, at] == 0, 1.0, lens[:, at]) for at in (0, 1))  # of a warm-up
     y, x = (torch.arange(8 * size, device=own.device, dtype=torch.float32) + 0.5 for size in (height, width))
-    right, down = (x - lens[:, 2]) / lens[:, 0], (y[:, None] - lens[:, 3]) / lens[:, 1]
+    right, down = (x - lens[:, 2]) / wide, (y[:, None] - lens[:, 3]) / high
     right, down = (each.expand(-1, len(y), len(x)) for each in (right, down))
     seen = F.normalize(torch.stack([right, down, torch.ones_like(right)], 1), dim=1)
     turned = torch.einsum("fij,fjyx->fiyx", place[:, :, :3], seen)

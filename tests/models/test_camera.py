@@ -98,3 +98,28 @@ def test_channels_hold_each_pixels_translation_and_direction() -> None:
     for frame, row, column in ((0, 0, 0), (1, 13, 29), (2, 31, 47)):
         found = channels[frame, :, row // 8, column // 8].view(6, 8, 8)[:, row % 8, column % 8]
         assert found.numpy() == pytest.approx(pixel(own[frame], row, column), abs=1e-6)
+
+
+def test_held_keys_go_by_a_fixed_unit_from_chunk_to_chunk() -> None:
+    """Chunk by chunk as over the whole; a latent frame of one key is a step of 1, and of the first nothing moves."""
+    vectors = np.random.default_rng(2).integers(-1, 2, (9, 4)).astype(np.float64)
+    vectors[1:3] = FORWARD
+    poses, _ = poses_of_keys(np.repeat(vectors[1:], 4, 0))
+    expected = camera.cameras(camera.relative_poses(poses[::4], 0.2), camera.USUAL_INTRINSICS, 832, 480)
+    heading, found = Heading(), []
+    for chunk in range(3):
+        own, heading = camera.held_cameras(vectors[3 * chunk : 3 * chunk + 3], heading, chunk == 0, 832, 480)
+        found.append(own)
+    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-6)
+    assert torch.equal(found[0][0], camera.still_cameras(1, 832, 480)[0])
+    assert found[0][1, [3, 7, 11]].tolist() == pytest.approx([0, 0, 1], abs=1e-4)
+
+
+def test_a_track_of_keys_is_as_if_they_were_held() -> None:
+    keys = torch.zeros(21, 8)
+    keys[:, 0] = keys[9:, 7] = 1  # W, then L too
+    found = camera.track_cameras({"keyboard": keys}, 3, 832, 480)
+    vectors = np.stack([FORWARD] * 3 + [FORWARD + YAW] * 3)
+    first, _ = camera.held_cameras(vectors[:3], Heading(), True, 832, 480)
+    assert found.shape == (2, 3, camera.VALUES)
+    torch.testing.assert_close(found[0, :, :12], first[:, :12])

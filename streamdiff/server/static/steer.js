@@ -23,7 +23,8 @@ export function startSteering(client, steers, view) {
     const at = new Map();
     controls.forEach(({ name, kind, keys }, index) => {
       const down = keys.map((code) => Number(pressed.has(code)));
-      let value = kind === "axis" ? (down[1] ?? 0) - (down[0] ?? 0) : (down[0] ?? 0);
+      // Of an axis every second key means 1, the one before it -1.
+      let value = down.reduce((sum, held, at) => sum + (kind === "axis" && at % 2 === 0 ? -held : held), 0);
       for (const touch of touched.values()) if (touch.name === name) value += touch.value;
       value += kind === "axis" ? (pad.axes[index] ?? 0) : Number(pad.buttons[index - axes().length] ?? 0);
       at.set(name, Math.max(-1, Math.min(1, value)));

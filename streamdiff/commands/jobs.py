@@ -186,6 +186,11 @@ class ReferenceJob(_Job):
     """what the picture that the stream begins with is to an image-to-video model (36 input channels): latents [C, F, h,
     w], the picture's and of what comes after it (grey, in published models), and, if not 1 on the first latent frame
     alone, mask [4, F, h, w]; beyond its end the last latent frame is repeated"""
+    image_features: _File = None
+    """what CLIP sees in that picture, clip_features [T, D], for a model that has this in the prompt's place"""
+    controls: _File = None
+    """what is pressed in each frame of the video, for a model with controls: keyboard [frames, K] and mouse [frames, 2]
+    (Matrix-Game: pitch, yaw)"""
     given_latents: _File = None
     """finished latents of the stream's first chunks, which it continues from; they count in --chunks and are output.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0

@@ -30,6 +30,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import sampling, tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
+from streamdiff.models.camera import track_cameras
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
@@ -43,6 +44,7 @@ from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.ring import Ring, local_parts
+from streamdiff.pipeline.runner.controls import tracked_rows
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents, levels_of
 from streamdiff.pipeline.runner.sampler import Noise, StepLevels, StreamInputs
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -84,7 +86,8 @@ class ReferenceRun:
     clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `same_step`
     each step sees them at its own noise level.
 
-    `condition` `[channels, n, h, w]` is what the picture that each stream begins with is, as of `SamplerState`.
+    `condition` `[channels, n, h, w]` is what the picture that each stream begins with is, as of `SamplerState`;
+    `controls` `[n, ...]` is what steers each chunk, as of `StreamInputs`.
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
@@ -108,6 +111,7 @@ class ReferenceRun:
     levels: StepLevels | None = None
     given_latents: Tensor | None = None
     condition: Tensor | None = None
+    controls: Tensor | None = None
     mix: int = 1
 
     def __post_init__(self) -> None:
@@ -147,7 +151,8 @@ class ReferenceRun:
         initial, renoise = (None if each is None else each[first:] for each in (self.initial, self.renoise))
         noise = Noise(spec.chunk_shape, self.seed, initial, renoise, self.schedule)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return StreamInputs(noise, self._source(spec, first), levels, self.condition)
+        controls = None if self.controls is None else self.controls[first:]
+        return StreamInputs(noise, self._source(spec, first), levels, self.condition, controls)
 
     def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
@@ -287,7 +292,7 @@ def run(job: ReferenceJob) -> int:
     """
     plan, reference = prepare(job)
     model, spec, text = plan.models.model, plan.spec, None
-    if job.prompt_embeds is None:
+    if job.prompt_embeds is None and job.image_features is None:
         text = load_text_encoder(model, job.model, spec.text_shape, plan.device)
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
@@ -508,6 +513,7 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
             height, width = shape[-2:]
     first = job.first_chunk_latents or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
     text = () if job.prompt_embeds is None else _shape(job.prompt_embeds, "prompt_embeds")
+    text = text if job.image_features is None else _shape(job.image_features, "clip_features")
     if not (spec.sink_latents if job.sink is None else job.sink):  # nothing is done with a sink that is not there
         spec = replace(spec, adaptive_sink=None, averaged_sink=None)
     overrides = {"adaptive_sink", "averaged_sink", "context_alone", "context_pictures"}
@@ -569,6 +575,8 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
     embeddings = torch.zeros(spec.text_shape)
     if job.prompt_embeds is not None:
         embeddings = tensor_file.read_rows(job.prompt_embeds, spec.text_shape)
+    if job.image_features is not None:
+        embeddings = tensor_file.read_features(job.image_features, spec.text_shape[1])
     if job.first_steps is not None:
         with_video = job.video_latents is not None
         first = read_first_steps(
@@ -594,6 +602,7 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
         levels=levels,
         given_latents=None if job.given_latents is None else _read_given(job.given_latents, spec),
         condition=_read_condition(job, spec),
+        controls=_read_controls(job, spec),
         motion=_read_motion(job, spec),
         mix=1 if job.prompt_mix is None else job.prompt_mix,
     )
@@ -629,6 +638,28 @@ def _read_condition(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     _refuse_if(job.condition is None and takes, missing, "condition")
     masks = takes - spec.latent_channels
     return None if job.condition is None else tensor_file.read_condition(job.condition, spec.chunk_shape, masks)
+
+
+def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
+    """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
+    if job.controls is None:
+        return None
+    assert job.chunks is not None
+    if spec.has_camera:
+        cameras = track_cameras(tensor_file.read_track(job.controls), spec.chunk_latents, spec.width, spec.height)
+        _refuse_if(
+            len(cameras) < job.chunks,
+            f"{job.controls}: is for {len(cameras)} chunks of {spec.chunk_latents} latent frames, and --chunks is "
+            f"{job.chunks}; n latent frames are 4 n - 3 frames",
+            "controls",
+        )
+        return cameras
+    rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
+    if rows is None or sizes is None:
+        raise ConfigError(f"--controls: {job.model.name} takes none; leave it out", field="controls")
+    video = 1 + (job.chunks * frames - 1) * spec.frames_per_latent
+    track = tensor_file.read_actions(job.controls, video, sizes.keyboard, sizes.mouse)
+    return tracked_rows(track, job.chunks, frames, rows)
 
 
 def _read_motion(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:

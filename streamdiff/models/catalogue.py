@@ -24,7 +24,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.core import KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
-from streamdiff.models.spec import ModelSpec
+from streamdiff.models.spec import CAMERA_CONTROLS, CAMERA_ROWS, ActionModules, ModelSpec
 
 Rope = Literal["absolute", "relative"]
 
@@ -361,7 +361,9 @@ def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
     return architecture.arguments(text.width)
 
 
-def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any]) -> ModelSpec:
+def make_spec(
+    name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any], actions: ActionModules | None = None
+) -> ModelSpec:
     """The facts of the model `name` with a transformer of this architecture (see `transformer_arguments`), for pictures
     of its own size. Of a checkpoint without an entry, what is usual.
 
@@ -372,6 +374,7 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
     known = entry or usual
     _, pictures, text = parts_of(known)
     beside = architecture["in_channels"] - architecture["out_channels"]
+    camera = architecture.get("camera_channels") is not None
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
@@ -388,6 +391,9 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         steps=(),
         text_shape=(text.tokens, architecture["text_dim"]),
         condition_channels=beside if beside == architecture["out_channels"] + pictures.temporal else 0,
+        actions=actions,
+        action_rows=CAMERA_ROWS if camera else None if actions is None else actions.rows,
+        controls=CAMERA_CONTROLS if camera else (),
     )
     if entry is None or entry.stream is None:
         return spec

@@ -105,7 +105,8 @@ class ModelLoader:
         """
         facts = self.folder_facts
         if facts is None:
-            spec = catalogue.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
+            _, _, architecture, actions = self.checkpoint
+            spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
@@ -193,12 +194,12 @@ class ModelLoader:
             quantize=quantize,
         )
         found: Any = weights.config
-        if found.image_dim is not None or found.added_kv_proj_dim is not None:
+        if found.added_kv_proj_dim is not None:
             raise ConfigError(
                 f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
                 "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
-        denoiser = WanDenoiser(weights, len(self.spec.controls), self.spec.condition_channels)
+        denoiser = WanDenoiser(weights, self.spec.control_planes, self.spec.condition_channels)
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
                 f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing gives "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field
 
-from streamdiff.core import Control
+from streamdiff.core import KV_CONTEXTS, Control
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
@@ -45,6 +45,48 @@ def choose_steps(wanted: int | None, known: tuple[int, ...], model: str) -> int:
 
 
 @dataclass(frozen=True)
+class ActionRows:
+    """What of a chunk's actions goes with it to every stage: float32 rows of `width` numbers. Its first latent frame
+    sees the first `window` of them, and each other one as many from `stride` rows further on."""
+
+    window: Count
+    stride: Count
+    width: Count
+
+    def shape(self, frames: int) -> tuple[int, int]:
+        """(rows, width) of a chunk of so many latent frames."""
+        return self.window + self.stride * (frames - 1), self.width
+
+
+@dataclass(frozen=True)
+class ActionModules:
+    """Matrix-Game 2's modules in `blocks`, see `transformer.actions`: attention of `heads` times `head_dim` channels,
+    of which the first `rope_dim` turn with the latent frame, on the base `theta`; each of `rows` has `keyboard`
+    numbers, which become `hidden`, and behind them `mouse` numbers, none without a mouse."""
+
+    blocks: tuple[int, ...]
+    heads: Count
+    head_dim: Count
+    keyboard: Count
+    mouse: int
+    hidden: Count
+    rope_dim: int
+    theta: Positive
+    rows: ActionRows
+
+
+CAMERA_ROWS = ActionRows(window=1, stride=1, width=16)
+"""What of a chunk's cameras goes with it: see `models.camera`."""
+CAMERA_CONTROLS = (
+    Control("forward", keys=("KeyS", "KeyW")),
+    Control("right", keys=("KeyA", "KeyD")),
+    Control("look_right", keys=("KeyJ", "KeyL", "ArrowLeft", "ArrowRight")),
+    Control("look_up", keys=("KeyK", "KeyI", "ArrowDown", "ArrowUp")),
+)
+"""What steers a camera, as `models.camera.held_cameras` takes it."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Facts about a model that everyone plans with; what a model's file says of them is checked
     against the types (`tiny.folder`). Sizes of chunk, windows and sink are in latent frames; `text_shape`
@@ -59,7 +101,9 @@ class ModelSpec:
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
     again from its picture; `switch` is what a new prompt does to the past unless it says; each latent frame
     has a vector of what the `controls` say, in their order. The last `condition_channels` input channels say with what
-    picture the stream begins: a mask, with a channel for each frame of a latent frame, and latents."""
+    picture the stream begins: a mask, with a channel for each frame of a latent frame, and latents. Where there are
+    `action_rows` what `controls` say goes to every stage as such rows, of which `actions` are made for; it streams in
+    `kv_contexts` alone."""
 
     name: str
     latent_channels: Count
@@ -88,6 +132,9 @@ class ModelSpec:
     switch: str = "keep"
     controls: tuple[Control, ...] = ()
     condition_channels: int = 0
+    actions: ActionModules | None = None
+    action_rows: ActionRows | None = None
+    kv_contexts: tuple[str, ...] = KV_CONTEXTS
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
@@ -131,6 +178,24 @@ class ModelSpec:
     def chunk_shape(self) -> tuple[int, int, int, int]:
         """Shape `[C, F, h, w]` of a chunk's latents."""
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
+
+    @property
+    def has_camera(self) -> bool:
+        """Whether what goes to every stage are cameras."""
+        return self.action_rows is not None and self.actions is None
+
+    @property
+    def control_planes(self) -> int:
+        """Input channels that say what is held, one for each control."""
+        return 0 if self.action_rows is not None else len(self.controls)
+
+    @property
+    def steering_shape(self) -> tuple[int, int] | None:
+        """Shape of the tensor that says what steers a chunk: rows of actions, which go to every stage, or a vector of
+        control planes for each latent frame, for the first stage; None: nothing does."""
+        if self.action_rows is not None:
+            return self.action_rows.shape(self.chunk_latents)
+        return (self.chunk_latents, len(self.controls)) if self.controls else None
 
     @property
     def input_shape(self) -> tuple[int, int, int, int]:

@@ -30,18 +30,22 @@ from streamdiff.models.headers import (
     FileSpec,
     FreeDim,
     Shape,
+    actions_contract,
     check_contract,
     condition_contract,
+    features_contract,
     latents_contract,
     noise_contract,
     parse_header,
     prompt_embeds_contract,
+    track_contract,
 )
 from streamdiff.models.sampling import TIMESTEPS
 
 SUFFIX = ".safetensors"
 _MOST_PARTS = 10**12  # the header has room for this count
 _ALIGN_BYTES = 8
+_NO_ROTATION = 1e-3  # how far a matrix times its transpose may be from one
 
 
 def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
@@ -90,10 +94,10 @@ def read_noise(
     return initial, renoise
 
 
-def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor) -> None:
-    """Raises ConfigError unless both are for as many chunks."""
+def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor, what: str = "chunks") -> None:
+    """Raises ConfigError unless both are for as many chunks, or frames."""
     if len(tensor) != len(of):
-        raise ConfigError(f"{path}: {name} is for {len(tensor)} chunks, and {other} for {len(of)}")
+        raise ConfigError(f"{path}: {name} is for {len(tensor)} {what}, and {other} for {len(of)}")
 
 
 def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
@@ -114,6 +118,41 @@ def read_condition(path: Path, chunk_shape: Shape, masks: int) -> Tensor:
     """
     found = read(path, condition_contract(chunk_shape, masks))
     return sampling.condition(found["latents"], masks, found.get("mask"))
+
+
+def read_features(path: Path, width: int) -> Tensor:
+    """A picture's features `[T, width]`, float32. ConfigError: see `read` and `features_contract`."""
+    return read(path, features_contract(width))["clip_features"].flatten(0, -2)
+
+
+def read_actions(path: Path, frames: int, keyboard: int, mouse: int) -> Tensor:
+    """Actions `[n, keyboard + mouse]` for each of at least so many `frames` of the video, float32.
+
+    Raises:
+        ConfigError: see `read` and `actions_contract`; a mouse that has not as many rows as the keyboard.
+    """
+    found = read(path, actions_contract(frames, keyboard, mouse))
+    for name, tensor in found.items():
+        _check_count(path, name, tensor, "keyboard", found["keyboard"], "frames")
+    return torch.cat([found[name] for name in ("keyboard", "mouse") if name in found], 1)
+
+
+def read_track(path: Path) -> dict[str, Tensor]:
+    """A camera's track, float32, as `camera.track_cameras` takes it.
+
+    Raises:
+        ConfigError: see `read` and `track_contract`; poses that are no rotations, or a focal length of 0 or less.
+    """
+    found = read(path, track_contract(not path.exists() or "keyboard" not in parse_header(path).entries))
+    for name, tensor in found.items():
+        if name == "intrinsics" and not bool((tensor[:, :2] > 0).all()):
+            raise ConfigError(f"{path}: intrinsics: expected focal lengths above 0, got {tensor[:, :2].min():g}")
+        if name == "poses":
+            turns = tensor[:, :3, :3]
+            off = (turns @ turns.mT - torch.eye(3)).abs().amax((1, 2)) + (torch.linalg.det(turns) < 0)
+            if float(off.max()) > _NO_ROTATION:
+                raise ConfigError(f"{path}: poses: expected rotations, got {turns[off.argmax()].tolist()}")
+    return found
 
 
 def not_finite(tensor: Tensor) -> str:

@@ -55,12 +55,18 @@ SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 layer's number, then query, key and value, all `[R, L, H, d]`, normalised but not rotated, and returns the attention
 output of the same shape."""
 
+Act = Callable[[int, WanTransformerBlock, Tensor], Tensor]
+"""What stands between the cross-attention and the feed-forward of a block: the layer's number, the block and hidden
+states `[R, L, D]`, to hidden states."""
+
 
 class TokenStates(NamedTuple):
-    """What travels from stage to stage: hidden states `[R, L, D]` and the time embedding `[R, F, D]`."""
+    """What travels from stage to stage: hidden states `[R, L, D]`, the time embedding `[R, F, D]` and, where the model
+    has such, rows of actions `[R, rows, K]`, float32."""
 
     hidden: Tensor
     time: Tensor
+    actions: Tensor | None = None
 
 
 class Fused(NamedTuple):
@@ -225,8 +231,10 @@ class WanDenoiser:
         return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
 
     def text(self, embeddings: Tensor) -> list[KeyValue]:
-        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`."""
-        context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
+        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`, or for a
+        picture's features of a model that has these in their place."""
+        embedder = self.model.condition_embedder
+        context: Tensor = (embedder.image_embedder or embedder.text_embedder)(embeddings)
         result = []
         for layer in range(len(self.blocks)):
             cross = self.weights(layer).block.attn2
@@ -332,6 +340,7 @@ class WanDenoiser:
         tokens: TokenStates,
         text: Sequence[BlockText],
         self_attention: SelfAttention,
+        act: Act | None = None,
         camera: Tensor | None = None,
     ) -> TokenStates:
         """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
@@ -344,9 +353,10 @@ class WanDenoiser:
         for layer in range(len(self.blocks)):
             weights = self.weights(layer)
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
+            own_act = None if act is None else partial(act, layer)
             own = text[layer] if camera is None else self.steered(weights, text[layer], camera)
-            hidden = self.after_attention(weights, hidden, modulation[layer], own, mixed, attend)
-        return TokenStates(hidden, tokens.time)
+            hidden = self.after_attention(weights, hidden, modulation[layer], own, mixed, attend, own_act)
+        return tokens._replace(hidden=hidden)
 
     @property
     def attend(self) -> Attend:
@@ -401,9 +411,11 @@ class WanDenoiser:
         return self._split(query), self._split(key), self._split(value)
 
     def after_attention(
-        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: BlockText, mixed: Tensor, attend: Attend
-    ) -> Tensor:
-        """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it."""
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: BlockText, mixed: Tensor, attend: Attend,
+        act: Callable[[WanTransformerBlock, Tensor], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
+        as of `run_blocks`."""
         block = weights.block
         _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
         hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
@@ -413,6 +425,8 @@ class WanDenoiser:
         cross = block.attn2
         query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
         hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+        if act is not None:
+            hidden = act(block, hidden)
 
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)

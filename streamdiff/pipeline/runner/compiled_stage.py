@@ -230,7 +230,7 @@ def run_parts(
     result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
     if stage.last and group is not None:
         return stage.unite(result[0], group)
-    return result if stage.last else (*result, time)
+    return result if stage.last else (*result, *given[1 : 2 + (stage.spec.action_rows is not None)])
 
 
 def _metadata(key: Key, inputs: Inputs) -> list[AttentionMetadata]:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
 from streamdiff.errors import RequestError
-from streamdiff.models import sampling
+from streamdiff.models import camera, sampling
 from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
+from streamdiff.models.camera import Heading
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.runner.controls import HeldControls
+from streamdiff.pipeline.runner.controls import HeldControls, action_rows
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
@@ -151,12 +152,14 @@ class StreamInputs:
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
     condition: see `SamplerState.condition`.
+    controls: what steers each chunk `[n, *ModelSpec.steering_shape]`, in place of what is held; the last goes on.
     """
 
     noise: Noise | None = None
     source: InitLatents | None = None
     levels: StepLevels | None = None
     condition: Tensor | None = None
+    controls: Tensor | None = None
 
 
 @session_state("head")
@@ -200,7 +203,11 @@ class SamplerState:
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=DERIVED)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     controls: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
-    """By chunk in flight, or `kept`: its control vectors `[F, K]`; empty where the model has no controls."""
+    """By chunk in flight, or `kept`: what steers it, see `ModelSpec.steering_shape`; empty where nothing does."""
+    given_controls: Tensor | None = field(default=None, metadata=DERIVED)
+    """By chunk, in place of what is held, see `StreamInputs.controls`."""
+    heading: Heading = field(default=Heading(), metadata=STATE)
+    """Of a model with a camera: where that looks since the latest chunk was admitted."""
     held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
     """The controls that the next chunk gets. A resumed session begins with none."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -229,7 +236,10 @@ class LatentSampler:
         self.sessions: dict[int, SamplerState] = {}
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
-        self._at_rest = torch.zeros(model.spec.chunk_latents, len(model.spec.controls), device=device)
+        spec, shape = model.spec, model.spec.steering_shape
+        self._at_rest = None if shape is None else torch.zeros(shape, device=device)
+        if spec.has_camera:
+            self._at_rest = camera.still_cameras(spec.chunk_latents, spec.width, spec.height).to(device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
     def prepare(
@@ -252,6 +262,7 @@ class LatentSampler:
         levels = given.levels
         if given.condition is not None:
             state.condition = given.condition.to(self.device, torch.float32)
+        state.given_controls = given.controls
         if given.source is not None:
             state.source = given.source.on(self.device)
             levels = levels or StepLevels.of_first_step(given.source, schedule)
@@ -301,24 +312,37 @@ class LatentSampler:
     @torch.inference_mode()
     def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, ...]:
         """Model inputs for `rows`: latents `[R, C, F, h, w]`, with their condition behind them, time embeddings
-        `[R, F, D]` and, where the model has controls, their vectors `[R, F, K]`, in the model's dtype; a chunk's first
-        step takes its noise, and the controls that are held. Mutates: self."""
+        `[R, F, D]` in the model's dtype and, where the model has controls, their vectors `[R, F, K]` in that, or rows
+        of actions `[R, rows, K]`, float32; a chunk's first step takes its noise, and the controls that are held.
+        Mutates: self."""
         latents, times = [], []
         for row in rows:
             session = self.sessions[row.session]
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._begin(row)
-                if self.spec.controls:
-                    vectors = session.held.take(self.spec.chunk_latents, self.spec.controls)
-                    session.controls[row.chunk] = vectors.to(self.device, non_blocking=True)
+                if self._at_rest is not None:
+                    session.controls[row.chunk] = self._steering(session, row.chunk)
             times.append(self._time(row))
             own = self._context(row) if row.clean else session.latents[row.chunk, row.epoch]
             latents.append(self._with_condition(own, row.chunk, session.condition))
         given = torch.stack(latents).to(self.dtype), torch.stack(times)
-        if not self.spec.controls:
+        if self._at_rest is None:
             return given
-        controls = [self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows]
-        return *given, torch.stack(controls).to(self.dtype)
+        controls = torch.stack([self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows])
+        return *given, controls if self.spec.action_rows is not None else controls.to(self.dtype)
+
+    def _steering(self, session: SamplerState, chunk: int) -> Tensor:
+        """What steers a chunk that is admitted now, on the device. Mutates: session."""
+        if (given := session.given_controls) is not None:
+            return given[min(chunk, len(given) - 1)].to(self.device, non_blocking=True)
+        spec = self.spec
+        vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
+        if spec.has_camera:
+            numbers, before = vectors.numpy(), session.heading
+            own, session.heading = camera.held_cameras(numbers, before, chunk == 0, spec.width, spec.height)
+            return own.to(self.device, non_blocking=True)
+        vectors = vectors.to(self.device, non_blocking=True)
+        return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)
 
     def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
         """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""

@@ -152,7 +152,8 @@ def track_cameras(track: Mapping[str, Tensor], chunk: int, width: int, height: i
         relative = relative_poses(latent_poses(track["poses"].numpy(), chunk))
     lens = track["intrinsics"][0].numpy() if "intrinsics" in track else USUAL_INTRINSICS
     count = len(relative) // chunk
-    return cameras(relative[: count * chunk], lens, width, height).unflatten(0, (count, chunk))
+    found: Tensor = cameras(relative[: count * chunk], lens, width, height).unflatten(0, (count, chunk))
+    return found
 
 
 def camera_channels(own: Tensor, height: int, width: int) -> Tensor:

@@ -13,7 +13,7 @@ from streamdiff.commands.jobs import ModelsJob
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.pipeline.planner.memory import decoder_bytes, stage_memory
-from streamdiff.pipeline.planner.model_sizes import SMALL
+from streamdiff.pipeline.planner.model_sizes import SMALL, entry_sizes
 
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"
@@ -228,6 +228,9 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         ),
         ("positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"),
     )
+    for number, control in enumerate(entry_sizes(entry).spec.controls):
+        keys = ", ".join(key.removeprefix("Key") for key in control.keys)
+        yield "" if number else "keys", f"{control.name}: {keys}"
 
 
 def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -138,12 +139,18 @@ def read_actions(path: Path, frames: int, keyboard: int, mouse: int) -> Tensor:
 
 
 def read_track(path: Path) -> dict[str, Tensor]:
-    """A camera's track, float32, as `camera.track_cameras` takes it.
+    """A camera's track, as `camera.track_cameras` takes it: of a safetensors file, or of NumPy's `poses.npy` and
+    `intrinsics.npy` beside it.
 
     Raises:
         ConfigError: see `read` and `track_contract`; poses that are no rotations, or a focal length of 0 or less.
     """
-    found = read(path, track_contract(not path.exists() or "keyboard" not in parse_header(path).entries))
+    if path.suffix == ".npy" and path.exists():
+        found = {"poses": _read_array(path, (4, 4))}
+        if (beside := path.with_name("intrinsics.npy")).exists():
+            found["intrinsics"] = _read_array(beside, (4,))
+    else:
+        found = read(path, track_contract(not path.exists() or "keyboard" not in parse_header(path).entries))
     for name, tensor in found.items():
         if name == "intrinsics" and not bool((tensor[:, :2] > 0).all()):
             raise ConfigError(f"{path}: intrinsics: expected focal lengths above 0, got {tensor[:, :2].min():g}")
@@ -153,6 +160,18 @@ def read_track(path: Path) -> dict[str, Tensor]:
             if float(off.max()) > _NO_ROTATION:
                 raise ConfigError(f"{path}: poses: expected rotations, got {turns[off.argmax()].tolist()}")
     return found
+
+
+def _read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """The numbers `[n, *shape]` in a file of NumPy's; ConfigError for others."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    wanted, got = ["n", *shape], list(getattr(array, "shape", ()))
+    if got[1:] != list(shape) or not got[0] or array.dtype.kind != "f" or not np.isfinite(array).all():
+        raise ConfigError(f"{path}: expected finite numbers of shape {wanted}, got {array.dtype} {got}")
+    return torch.from_numpy(array)
 
 
 def not_finite(tensor: Tensor) -> str:

@@ -5,6 +5,7 @@ import { $, setText } from "./dom.js";
 const AGAIN_MS = 300; // what is held is said again: the server lets go of it after a second without a word
 const DEAD_ZONE = 0.15; // of a gamepad's stick
 const GRADES = 20; // of a stick, each way
+const LOOK_PX = 150; // a drag on the picture so far looks about as fast as a key
 const LABELS = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓" };
 
 /** Begin to listen. `steers` says whether this page may steer now. Returns what the page calls with the session's
@@ -32,12 +33,12 @@ export function startSteering(client, steers, view) {
     return at;
   }
 
+  const graded = (value) => (Math.abs(value) < DEAD_ZONE ? 0 : Math.round(value * GRADES) / GRADES);
   const axes = () => controls.filter(({ kind }) => kind === "axis");
 
   /** The first gamepad's sticks and buttons, in the order of the controls. */
   function gamepad() {
     const pad = navigator.getGamepads?.().find((each) => each?.connected);
-    const graded = (value) => (Math.abs(value) < DEAD_ZONE ? 0 : Math.round(value * GRADES) / GRADES);
     return { axes: (pad?.axes ?? []).map(graded), buttons: (pad?.buttons ?? []).map((button) => button.pressed) };
   }
 
@@ -125,6 +126,27 @@ export function startSteering(client, steers, view) {
   for (const kind of ["pointerup", "pointercancel", "lostpointercapture"]) {
     $("pad-keys").addEventListener(kind, (event) => touched.delete(event.pointerId) && send());
   }
+  // Dragging on the picture looks about, as a stick does, in a world that has this.
+  const LOOKS = ["look_right", "look_up"];
+  let drag = null;
+  $("video").addEventListener("pointerdown", (event) => {
+    if (!steers() || !controls.some(({ name }) => LOOKS.includes(name))) return;
+    drag = event;
+    $("video").setPointerCapture(event.pointerId);
+  });
+  $("video").addEventListener("pointermove", (event) => {
+    if (drag?.pointerId !== event.pointerId) return;
+    const way = [event.clientX - drag.clientX, drag.clientY - event.clientY];
+    LOOKS.forEach((name, at) => touched.set(name, { name, value: graded(way[at] / LOOK_PX) }));
+    send();
+  });
+  for (const kind of ["pointerup", "pointercancel", "lostpointercapture"]) {
+    $("video").addEventListener(kind, () => {
+      drag = null;
+      for (const name of LOOKS) touched.delete(name);
+      send();
+    });
+  }
   let polling = false;
   function poll() {
     send();
@@ -144,6 +166,7 @@ export function startSteering(client, steers, view) {
       $("pad").hidden = !known.length || !steers();
       if (JSON.stringify(known) === JSON.stringify(controls)) return;
       controls = known;
+      $("video").style.touchAction = known.some(({ name }) => LOOKS.includes(name)) ? "none" : "";
       build();
     },
     receipt({ id, stage }) {

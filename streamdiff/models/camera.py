@@ -127,12 +127,12 @@ def still_cameras(frames: int, width: int, height: int) -> Tensor:
 
 
 def held_cameras(
-    vectors: NDArray[np.floating], heading: Heading, begins: bool, width: int, height: int
+    vectors: ArrayLike, heading: Heading, begins: bool, width: int, height: int
 ) -> tuple[Tensor, Heading]:
     """Cameras `[F, VALUES]` of a chunk whose latent frames have these `vectors` `[F, 4]` of held keys (forward, right,
     yaw, pitch), from where the camera is heading, and where it is then. Of a stream that `begins` the first latent
     frame is one of the video, where nothing has moved yet."""
-    keys = np.repeat(vectors[1:] if begins else vectors, FRAMES, 0)
+    keys = np.repeat(np.asarray(vectors, np.float64)[int(begins) :], FRAMES, 0)
     poses, end = poses_of_keys(keys, Heading(heading.yaw, heading.pitch))  # without end: only differences matter
     relative = relative_poses(poses[::FRAMES], UNIT)
     return cameras(relative if begins else relative[1:], USUAL_INTRINSICS, width, height), end._replace(
@@ -145,12 +145,12 @@ def track_cameras(track: Mapping[str, Tensor], chunk: int, width: int, height: i
     step of all, or of `keyboard` `[frames, 8]` (W, A, S, D, I, J, K, L), by the rule of held keys; with `intrinsics`
     `[1 or frames, 4]`, of which the first count, or the usual ones."""
     if (keyboard := track.get("keyboard")) is not None:
-        w, a, s, d, up, left, down, right = keyboard.double().numpy().T
+        w, a, s, d, up, left, down, right = np.asarray(keyboard, np.float64).T
         poses, _ = poses_of_keys(np.stack([w - s, d - a, right - left, up - down], 1))
         relative = relative_poses(poses[: len(keyboard) : FRAMES], UNIT)
     else:
-        relative = relative_poses(latent_poses(track["poses"].numpy(), chunk))
-    lens = track["intrinsics"][0].numpy() if "intrinsics" in track else USUAL_INTRINSICS
+        relative = relative_poses(latent_poses(np.asarray(track["poses"]), chunk))
+    lens = np.asarray(track["intrinsics"][0]) if "intrinsics" in track else USUAL_INTRINSICS
     count = len(relative) // chunk
     found: Tensor = cameras(relative[: count * chunk], lens, width, height).unflatten(0, (count, chunk))
     return found

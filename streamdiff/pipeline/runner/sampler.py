@@ -338,8 +338,8 @@ class LatentSampler:
         spec = self.spec
         vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
         if spec.has_camera:
-            numbers, before = vectors.numpy(), session.heading
-            own, session.heading = camera.held_cameras(numbers, before, chunk == 0, spec.width, spec.height)
+            size = spec.width, spec.height
+            own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)
             return own.to(self.device, non_blocking=True)
         vectors = vectors.to(self.device, non_blocking=True)
         return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)

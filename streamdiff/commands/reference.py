@@ -30,13 +30,13 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import sampling, tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.camera import track_cameras
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import TIMESTEPS, Schedule
-from streamdiff.models.spec import ModelSpec, choose_steps, with_window
+from streamdiff.models.spec import ModelSpec, choose_steps, context_fault, with_window
 from streamdiff.models.tensor_file import read_first_steps
+from streamdiff.models.transformer.weights import takes_picture_only
 from streamdiff.models.weight_files import read_object
 from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.distributed.link import LinkClosed
@@ -433,6 +433,7 @@ def plan_of(job: ReferenceJob) -> LoadPlan:
     architecture = None if job.architecture is None else read_object(job.architecture)
     loader = ModelLoader(config, own_device(config.device), job.container, architecture)
     spec = _spec_of(job, loader.spec)
+    _refuse_if(fault := context_fault(spec, config.kv_context), fault or "", "kv_context")
     schedule = _schedule(job, loader.model, spec)
     _refuse_if(
         schedule.first is not None and spec.first_chunks > 1,
@@ -572,11 +573,6 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
     steps = schedule.of(0).steps
     if job.noise is not None:
         initial, renoise = tensor_file.read_noise(job.noise, spec.chunk_shape, steps=steps, chunks=job.chunks)
-    embeddings = torch.zeros(spec.text_shape)
-    if job.prompt_embeds is not None:
-        embeddings = tensor_file.read_rows(job.prompt_embeds, spec.text_shape)
-    if job.image_features is not None:
-        embeddings = tensor_file.read_features(job.image_features, spec.text_shape[1])
     if job.first_steps is not None:
         with_video = job.video_latents is not None
         first = read_first_steps(
@@ -587,7 +583,7 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
             sigmas = levels_of(timesteps.flatten(), schedule).view_as(timesteps)
         levels, noise_level = StepLevels(timesteps, sigmas), first["noise_level"][:, 0] if with_video else None
     return ReferenceRun(
-        embeddings,
+        _read_text(job, plan),
         job.chunks,
         schedule,
         kv_context=job.model.kv_context,
@@ -629,6 +625,22 @@ def _read_given(path: Path, spec: ModelSpec) -> Tensor:
     return latents
 
 
+def _read_text(job: ReferenceJob, plan: LoadPlan) -> Tensor:
+    """What cross-attention sees `[T, D]`; zeros where a prompt is still to be encoded. ConfigError where that is not what
+    the model takes."""
+    spec, pictured = plan.spec, takes_picture_only(plan.models.checkpoint.architecture)
+    missing = f"--image-features is missing: {spec.name} has what CLIP sees in a picture in the prompt's place"
+    _refuse_if(pictured and job.image_features is None, missing, "image_features")
+    _refuse_if(pictured and job.prompt_embeds, f"--prompt-embeds: {spec.name} takes no prompt; leave it out")
+    other = f"--image-features: {spec.name} takes a prompt in their place; leave it out"
+    _refuse_if(not pictured and job.image_features, other, "image_features")
+    if job.image_features is not None:
+        return tensor_file.read_features(job.image_features, spec.text_shape[1])
+    if job.prompt_embeds is not None:
+        return tensor_file.read_rows(job.prompt_embeds, spec.text_shape)
+    return torch.zeros(spec.text_shape)
+
+
 def _read_condition(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """The picture's condition; ConfigError where the model takes one and none is given, or the other way round."""
     takes, name = spec.condition_channels, job.model.name
@@ -642,21 +654,17 @@ def _read_condition(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
 
 def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
-    if job.controls is None:
+    rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
+    if spec.has_camera:
+        size = spec.width, spec.height
+        return job.controls and tensor_file.read_cameras(job.controls, frames, size, chunks=job.chunks or 1)
+    if job.controls is None or rows is None or sizes is None:
+        other = f"--controls: {spec.name} takes none; leave it out"
+        _refuse_if(job.controls is not None, other, "controls")
+        missing = f"--controls is missing: {spec.name} obeys what is pressed, and its keys are not in the catalogue"
+        _refuse_if(rows is not None and len(spec.controls) != rows.width, missing, "controls")
         return None
     assert job.chunks is not None
-    if spec.has_camera:
-        cameras = track_cameras(tensor_file.read_track(job.controls), spec.chunk_latents, spec.width, spec.height)
-        _refuse_if(
-            len(cameras) < job.chunks,
-            f"{job.controls}: is for {len(cameras)} chunks of {spec.chunk_latents} latent frames, and --chunks is "
-            f"{job.chunks}; n latent frames are 4 n - 3 frames",
-            "controls",
-        )
-        return cameras
-    rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
-    if rows is None or sizes is None:
-        raise ConfigError(f"--controls: {job.model.name} takes none; leave it out", field="controls")
     video = 1 + (job.chunks * frames - 1) * spec.frames_per_latent
     track = tensor_file.read_actions(job.controls, video, sizes.keyboard, sizes.mouse)
     return tracked_rows(track, job.chunks, frames, rows)

@@ -126,9 +126,7 @@ def still_cameras(frames: int, width: int, height: int) -> Tensor:
     return cameras(np.tile(np.eye(4), (frames, 1, 1)), USUAL_INTRINSICS, width, height)
 
 
-def held_cameras(
-    vectors: ArrayLike, heading: Heading, begins: bool, width: int, height: int
-) -> tuple[Tensor, Heading]:
+def held_cameras(vectors: ArrayLike, heading: Heading, begins: bool, width: int, height: int) -> tuple[Tensor, Heading]:
     """Cameras `[F, VALUES]` of a chunk whose latent frames have these `vectors` `[F, 4]` of held keys (forward, right,
     yaw, pitch), from where the camera is heading, and where it is then. Of a stream that `begins` the first latent
     frame is one of the video, where nothing has moved yet."""

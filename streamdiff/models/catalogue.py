@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from streamdiff.config import ModelConfig
-from streamdiff.core import KVContext, PromptPolicy
+from streamdiff.core import KV_CONTEXTS, KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
 from streamdiff.models.spec import CAMERA_CONTROLS, CAMERA_ROWS, ActionModules, ModelSpec
@@ -193,13 +193,14 @@ class Context(_Entry):
     """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
     `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
     chunk but the sink. With a window of two chunks this is what comes of recomputing the past for every chunk.
-    `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
+    `only`: it runs in these alone, others are refused. `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
     last of its pictures. `source`: where the contexts can be read, the authors' code."""
 
     trained: KVContext | None
     works: tuple[KVContext, ...] = ()
     noise: float | None
     alone: bool = False
+    only: bool = False
     pictures: bool = False
     source: str | None = None
 
@@ -394,6 +395,7 @@ def make_spec(
         actions=actions,
         action_rows=CAMERA_ROWS if camera else None if actions is None else actions.rows,
         controls=CAMERA_CONTROLS if camera else (),
+        kv_contexts=("clean",) if camera or actions is not None else KV_CONTEXTS,
     )
     if entry is None or entry.stream is None:
         return spec
@@ -415,6 +417,7 @@ def make_spec(
         context_sigma=(context.noise or 0.0) / 1000,
         context_alone=context.alone,
         context_pictures=context.pictures,
+        kv_contexts=(context.default, *context.works) if context.only else spec.kv_contexts,
         switch=entry.switches.own,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec

@@ -26,6 +26,7 @@ from streamdiff.models.spec import (
     ParsedPrompt,
     TextEncoder,
     choose_steps,
+    context_fault,
     parse_size,
     with_size,
     with_window,
@@ -144,6 +145,8 @@ class ModelLoader:
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
+        if fault := context_fault(self.spec, config.kv_context):
+            raise ConfigError(fault, field="kv_context")
         given = _given_stream(config) if unknown else {}
         spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
         if overrides != (None, None, None):

@@ -251,7 +251,21 @@ def check_spec(spec: ModelSpec) -> None:
         raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")
 
 
+def context_fault(spec: ModelSpec, kv_context: str) -> str | None:
+    """Why a model does not stream in a KV context; None: it does."""
+    if kv_context in spec.kv_contexts:
+        return None
+    return (
+        f"KV context is {kv_context}; {spec.name} streams in {' or '.join(spec.kv_contexts)} alone, as nobody has measured "
+        "how it keeps its quality in others"
+    )
+
+
 def _check_sink(spec: ModelSpec) -> None:
+    if spec.actions is not None and spec.sink_latents:
+        raise ConfigError(
+            f"--sink is {spec.sink_latents}; what {spec.name} keeps of actions has no sink, so leave it out"
+        )
     sink, chunk, adaptive, averaged = spec.sink_latents, spec.chunk_latents, spec.adaptive_sink, spec.averaged_sink
     if adaptive is not None and averaged is not None:
         raise ConfigError("--adaptive-sink and --averaged-sink are two ways to change the sink; give one of them")

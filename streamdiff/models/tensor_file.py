@@ -24,6 +24,7 @@ from torch import Tensor
 from streamdiff.atomic_write import check_free, check_parent, temporary_sibling
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models import sampling
+from streamdiff.models.camera import track_cameras
 from streamdiff.models.headers import (
     ITEM_BYTES,
     LENGTH_BYTES,
@@ -136,6 +137,23 @@ def read_actions(path: Path, frames: int, keyboard: int, mouse: int) -> Tensor:
     for name, tensor in found.items():
         _check_count(path, name, tensor, "keyboard", found["keyboard"], "frames")
     return torch.cat([found[name] for name in ("keyboard", "mouse") if name in found], 1)
+
+
+def read_cameras(path: Path, frames: int, size: tuple[int, int], *, chunks: int) -> Tensor:
+    """Cameras `[n, frames, VALUES]` of at least `chunks` chunks of so many latent frames, for pictures of `size` (width,
+    height), of a track: see `camera.track_cameras`.
+
+    Raises:
+        ConfigError: see `read_track`; it is for fewer.
+    """
+    found = track_cameras(read_track(path), frames, *size)
+    if len(found) < chunks:
+        raise ConfigError(
+            f"{path}: is for {len(found)} chunks of {frames} latent frames, and --chunks is {chunks}; n latent frames "
+            "are 4 n - 3 frames",
+            field="controls",
+        )
+    return found
 
 
 def read_track(path: Path) -> dict[str, Tensor]:

@@ -218,7 +218,8 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """
     models = ModelLoader(config, device)
     spec = models.live_spec()
-    settled = resolve.settle(config, device.type, spec.steps, lambda: compile_fault(device))
+    fault = None if spec.actions is None else "action modules have caches that graphs do not know yet"
+    settled = resolve.settle(config, device.type, spec.steps, lambda: fault or compile_fault(device))
     choices = tuple(map(str, settled.choices))
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)

@@ -35,8 +35,11 @@ class Given:
     def command(
         self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS, out: Path | None = None
     ) -> list[str]:
-        files = {"model": "wan.pt", "model-config": "config.json", "prompt-embeds": "text.safetensors"}
+        files: dict[str, str | Path] = {"model": "wan.pt", "model-config": "config.json"}
         files |= {"noise": "noise.safetensors", "latents-out": out or "out.safetensors"}
+        optional = {"prompt-embeds": "text", "condition": "condition", "image-features": "clip", "controls": "controls"}
+        there = {option: f"{name}.safetensors" for option, name in optional.items()}
+        files |= {option: name for option, name in there.items() if (self.folder / name).exists()}
         said = [part for option, name in files.items() for part in (f"--{option}", str(self.folder / name))]
         return ["generate", *said, "--steps", steps, "--chunks", str(chunks), "--no-decode", "--overwrite", *extra]
 

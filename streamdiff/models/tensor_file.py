@@ -140,8 +140,8 @@ def read_actions(path: Path, frames: int, keyboard: int, mouse: int) -> Tensor:
 
 
 def read_cameras(path: Path, frames: int, size: tuple[int, int], *, chunks: int) -> Tensor:
-    """Cameras `[n, frames, VALUES]` of at least `chunks` chunks of so many latent frames, for pictures of `size` (width,
-    height), of a track: see `camera.track_cameras`.
+    """Cameras `[n, frames, VALUES]` of at least `chunks` chunks of so many latent frames, for pictures of `size`
+    (width, height), of a track: see `camera.track_cameras`.
 
     Raises:
         ConfigError: see `read_track`; it is for fewer.

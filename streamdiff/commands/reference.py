@@ -626,8 +626,8 @@ def _read_given(path: Path, spec: ModelSpec) -> Tensor:
 
 
 def _read_text(job: ReferenceJob, plan: LoadPlan) -> Tensor:
-    """What cross-attention sees `[T, D]`; zeros where a prompt is still to be encoded. ConfigError where that is not what
-    the model takes."""
+    """What cross-attention sees `[T, D]`; zeros where a prompt is still to be encoded. ConfigError where that is not
+    what the model takes."""
     spec, pictured = plan.spec, takes_picture_only(plan.models.checkpoint.architecture)
     missing = f"--image-features is missing: {spec.name} has what CLIP sees in a picture in the prompt's place"
     _refuse_if(pictured and job.image_features is None, missing, "image_features")

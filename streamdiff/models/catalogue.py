@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from streamdiff.config import ModelConfig
-from streamdiff.core import KV_CONTEXTS, KVContext, PromptPolicy
+from streamdiff.core import KV_CONTEXTS, Control, KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
 from streamdiff.models.spec import CAMERA_CONTROLS, CAMERA_ROWS, ActionModules, ModelSpec
@@ -34,8 +34,9 @@ class _Entry(BaseModel):
 
 
 class Architecture(_Entry):
-    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim, `camera_channels` those that a
-    camera has for each patch, None without one."""
+    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim; `camera_channels` those that a
+    camera has for each patch, None without one; `image_dim` is the width of a picture's features in the text's
+    place."""
 
     width: int
     ffn_dim: int
@@ -46,6 +47,8 @@ class Architecture(_Entry):
     freq_dim: int
     patch: tuple[int, int, int] = (1, 2, 2)
     camera_channels: int | None = None
+    image_dim: int | None = None
+    actions: ActionModules | None = None
 
     def arguments(self, text_dim: int) -> dict[str, Any]:
         """Arguments of `transformer.wan.make_transformer`, for texts of this width."""
@@ -61,6 +64,7 @@ class Architecture(_Entry):
             "ffn_dim": self.ffn_dim,
             "num_layers": self.blocks,
             "cross_attn_norm": True,
+            "image_dim": self.image_dim,
         }
 
 
@@ -190,11 +194,11 @@ class Streaming(_Entry):
 
 
 class Context(_Entry):
-    """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
-    `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
-    chunk but the sink. With a window of two chunks this is what comes of recomputing the past for every chunk.
-    `only`: it runs in these alone, others are refused. `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
-    last of its pictures. `source`: where the contexts can be read, the authors' code."""
+    """KV contexts: the one the weights were trained for (None: not known), and others that are known to work; `only`:
+    it runs in these alone. `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass
+    sees nothing before the chunk but the sink. With a window of two chunks this is what comes of recomputing the past
+    for every chunk. `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by
+    itself, from the last of its pictures. `source`: where the contexts can be read, the authors' code."""
 
     trained: KVContext | None
     works: tuple[KVContext, ...] = ()
@@ -236,7 +240,7 @@ class CatalogueEntry(_Entry):
     shown with, `begins_with` what its chunks are made from. `sampling`, `stream`, `context`, `switches` and `positions`
     are None where it makes whole clips and cannot stream (`kind` bidirectional); `weights` is None for the embedded
     model. `encode_normalised` says whether the authors' code normalises what the autoencoder encodes; where it does
-    not, such latents are taken, if the user makes them."""
+    not, such latents are taken, if the user makes them. `controls` steer its world, in the order of its columns."""
 
     name: str
     title: str
@@ -258,6 +262,7 @@ class CatalogueEntry(_Entry):
     context: Context | None
     switches: Switches | None
     positions: Positions | None
+    controls: tuple[Control, ...] = ()
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...]
 
@@ -322,7 +327,11 @@ def is_random(name: str | None) -> bool:
 
 
 def _random_entry(name: str) -> CatalogueEntry:
-    known, wanted = [each for each in parts().architectures if each != "tiny"], name.removeprefix(RANDOM)
+    found = parts().architectures
+    known, wanted = (
+        [each for each in found if each != "tiny" and found[each].image_dim is None],
+        name.removeprefix(RANDOM),
+    )
     if wanted not in known:
         raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
     changes: dict[str, Any] = {
@@ -419,6 +428,7 @@ def make_spec(
         context_pictures=context.pictures,
         kv_contexts=(context.default, *context.works) if context.only else spec.kv_contexts,
         switch=entry.switches.own,
+        controls=entry.controls if actions is not None else spec.controls,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
 

@@ -22,6 +22,7 @@ from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.catalogue import Files
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
+    ActionModules,
     ModelSpec,
     ParsedPrompt,
     TextEncoder,
@@ -108,6 +109,7 @@ class ModelLoader:
         if facts is None:
             _, _, architecture, actions = self.checkpoint
             self._check_camera(architecture)
+            _check_actions(self.model, actions)
             spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
@@ -229,6 +231,20 @@ class ModelLoader:
         """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
         load = autoencoder.load_autoencoder
         return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype), spec)
+
+
+def _check_actions(model: ResolvedModel, actions: ActionModules | None) -> None:
+    """Raises ConfigError where a file obeys other keys than the model of the catalogue that it is given for."""
+    if model.entry is None:
+        return
+    known = catalogue.parts_of(model.entry)[0].actions
+    found, wanted = ((0, 0) if each is None else (each.keyboard, each.mouse) for each in (actions, known))
+    if found != wanted:
+        raise ConfigError(
+            f"{model.weights} obeys {found[0]} columns of a keyboard and {found[1]} of a mouse, but {model.name} has "
+            f"{wanted[0]} and {wanted[1]}; give the file that belongs to it, or another --model",
+            field="weights",
+        )
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def context_fault(spec: ModelSpec, kv_context: str) -> str | None:
     if kv_context in spec.kv_contexts:
         return None
     return (
-        f"KV context is {kv_context}; {spec.name} streams in {' or '.join(spec.kv_contexts)} alone, as nobody has measured "
+        f"kv_context is {kv_context}; {spec.name} streams in {' or '.join(spec.kv_contexts)} alone: nobody measured "
         "how it keeps its quality in others"
     )
 

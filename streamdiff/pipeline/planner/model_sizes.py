@@ -37,6 +37,7 @@ class ModelSizes:
     patch: tuple[int, int, int]
     cross_attn_norm: bool
     camera_channels: int | None = None
+    image_dim: int | None = None
     text_values: int = 0
     decoder: DecoderSizes = NO_DECODER
 
@@ -86,6 +87,16 @@ class ModelSizes:
         norm = 2 * width if self.cross_attn_norm else 0
         return camera + 2 * attention + norm + 2 * width * self.ffn_dim + self.ffn_dim + width + 6 * width
 
+    def action_values(self, first: int, end: int) -> int:
+        """The action modules of blocks `first` to `end` (exclusive)."""
+        if (own := self.spec.actions) is None:
+            return 0
+        inner, window, hidden = own.heads * own.head_dim, own.rows.window, own.hidden
+        one = (own.keyboard + hidden + 2) * hidden + 2 * inner * (self.width + window * hidden)
+        if own.mouse:
+            one += (self.width + window * own.mouse + 1) * inner + (4 * inner + 3) * inner + inner * self.width
+        return one * sum(first <= block < end for block in own.blocks)
+
     @property
     def linear_values(self) -> int:
         """Numbers of a block that can be quantised to 8 bits: the matrices of attention, feed-forward and camera."""
@@ -103,10 +114,14 @@ class ModelSizes:
 
     @property
     def shared_values(self) -> int:
-        """What every stage needs beside its blocks: the projections of time and text, and the camera's embedding."""
-        width, channels = self.width, self.camera_channels
+        """What every stage needs beside its blocks: the projections of time and text, or of a picture's features, and
+        the camera's embedding."""
+        width, image, channels = self.width, self.image_dim, self.camera_channels
+        text = (self.text_dim + 1) * width + width**2 + width
+        if image is not None:
+            text = 2 * image + image**2 + image + image * width + width + 2 * width
         camera = 0 if channels is None else (channels + 1) * width + 2 * (width**2 + width)
-        return camera + width * 6 * width + 6 * width + (self.text_dim + 1) * width + width**2 + width
+        return camera + width * 6 * width + 6 * width + text
 
     @property
     def embed_values(self) -> int:
@@ -128,17 +143,22 @@ class ModelSizes:
 
     def cache_values(self, blocks: int, *, steps: int, kv_context: str, shares: int = 1) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
-        slots, and the text's for one epoch. Of `shares` ranks that share the stage each keeps that share of the caches'
-        heads, and all of the text. The number of stages does not matter, and a session in few steps keeps as much as in
-        the most that the model has: it may change to them."""
+        slots, those of action modules, and the text's for one epoch. Of `shares` ranks that share the stage each keeps
+        that share of the caches' heads, and all of the text. The number of stages does not matter, and a session in few
+        steps keeps as much as in the most that the model has: it may change to them."""
         steps = most_steps(steps, self.spec.steps)
         slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
         pinned = -(-self.spec.sink_latents // self.spec.chunk_latents)
         # Slots whose keys are kept un-rotated too, as they move.
         sink = 0 if self.spec.adaptive_ring(kv_context) else pinned
-        own_width = self.width // shares
-        return blocks * (own_width * caches * (2 * slots + sink) * self.tokens + self.width * 2 * self.text_tokens)
+        own_width, acting = self.width // shares, 0
+        if (own := self.spec.actions) is not None:  # the first stages have most
+            seen = self.tokens * (own.mouse > 0) + self.spec.chunk_latents
+            acting = min(blocks, len(own.blocks)) * 2 * slots * seen * own.heads * own.head_dim
+        return acting + blocks * (
+            own_width * caches * (2 * slots + sink) * self.tokens + self.width * 2 * self.text_tokens
+        )
 
 
 def read_sizes(model: str) -> ModelSizes:
@@ -185,6 +205,7 @@ def sizes_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder: Decode
         patch=tuple(given["patch_size"]),
         cross_attn_norm=given["cross_attn_norm"],
         camera_channels=given.get("camera_channels"),
+        image_dim=given.get("image_dim"),
         decoder=decoder,
     )
 
@@ -223,7 +244,7 @@ def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae:
     if entry.weights is None:
         return read_sizes(entry.name)
     architecture = catalogue.transformer_arguments(entry)
-    spec = catalogue.make_spec(entry.name, entry, architecture)
+    spec = catalogue.make_spec(entry.name, entry, architecture, catalogue.parts_of(entry)[0].actions)
     if size is not None:
         spec = with_size(spec, *size)
     if entry.stream is None:

@@ -656,8 +656,9 @@ def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
     rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
     if spec.has_camera:
-        size = spec.width, spec.height
-        return job.controls and tensor_file.read_cameras(job.controls, frames, size, chunks=job.chunks or 1)
+        if job.controls is None:  # it stands
+            return None
+        return tensor_file.read_cameras(job.controls, frames, (spec.width, spec.height), chunks=job.chunks or 1)
     if job.controls is None or rows is None or sizes is None:
         other = f"--controls: {spec.name} takes none; leave it out"
         _refuse_if(job.controls is not None, other, "controls")

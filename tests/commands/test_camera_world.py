@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from streamdiff.cli import main
-from streamdiff.models.transformer.wan import make_transformer
 from tests.models.layouts import original
 from tests.models.test_camera import wandering
 from tests.pipeline.float64_wan import PlainWan, attend, rotated
-from tests.small import LATENT_CHANNELS, small_transformer
+from tests.small import LATENT_CHANNELS, small_transformer, with_camera
 
 HEIGHT, WIDTH, HEADS, MASKS = 4, 6, 2, 4
 TOLD, SIGMAS, RENOISE = (999.0, 947.0, 825.0), (0.9999, 0.947909, 0.825853), (0.947693, 0.825193)
@@ -74,11 +73,7 @@ class World:
 
     def __post_init__(self) -> None:
         small = small_transformer(5, layers=3, heads=HEADS, planes=MASKS + LATENT_CHANNELS)
-        self.model, draw = make_transformer({**small.config, "camera_channels": 1536}), torch.Generator().manual_seed(2)
-        self.model.load_state_dict(small.state_dict(), strict=False)
-        for name, weight in self.model.named_parameters():
-            if "cam" in name or "c2ws" in name:
-                weight.data = torch.randn(weight.shape, generator=draw) * weight.shape[-1] ** -0.5
+        self.model, draw = with_camera(small), torch.Generator().manual_seed(2)
         save_file(original(self.model.state_dict()), self.folder / "world.safetensors")
         sizes = {"num_heads": HEADS, "dim": small.config.attention_head_dim * HEADS}
         (self.folder / "config.json").write_text(str(sizes).replace("'", '"'))

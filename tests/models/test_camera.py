@@ -47,15 +47,6 @@ def test_a_key_moves_along_the_ground_and_turns_stop_at_the_steepest_pitch() -> 
     assert steep[-1][1, 2] == pytest.approx(-np.sin(np.radians(84))), "y points down"
 
 
-def test_keys_in_two_parts_are_as_in_one() -> None:
-    keys = np.random.default_rng(5).integers(-1, 2, (24, 4)).astype(np.float64)
-    whole, end = poses_of_keys(keys)
-    first, half = poses_of_keys(keys[:13])
-    second, same_end = poses_of_keys(keys[13:], half)
-    assert (whole == np.concatenate([first, second[1:]])).all()
-    assert end == same_end != Heading()
-
-
 @pytest.mark.parametrize(("frames", "chunk", "count", "last"), [(21, 3, 6, 20), (24, 4, 4, 20), (57, 3, 15, 56)])
 def test_latent_poses_lie_evenly_between_video_frames(frames: int, chunk: int, count: int, last: int) -> None:
     poses = wandering(frames)

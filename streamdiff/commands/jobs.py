@@ -194,8 +194,9 @@ class ReferenceJob(_Job):
     image_features: _File = None
     """what CLIP sees in that picture, clip_features [T, D], for a model that has this in the prompt's place"""
     controls: _File = None
-    """what is pressed in each frame of the video, for a model with controls: keyboard [frames, K] and mouse [frames, 2]
-    (Matrix-Game: pitch, yaw)"""
+    """what steers a world in each frame of the video. LingBot-World: poses [frames, 4, 4] (camera to world) and
+    intrinsics [1 or frames, 4], also as poses.npy with intrinsics.npy beside it, or keyboard [frames, 8] (W, A, S, D,
+    I, J, K, L); Matrix-Game: keyboard [frames, K] and mouse [frames, 2] (pitch, yaw)"""
     given_latents: _File = None
     """finished latents of the stream's first chunks, which it continues from; they count in --chunks and are output.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0
@@ -209,6 +210,9 @@ class ReferenceJob(_Job):
     sigmas: _Numbers = None
     """noise levels of the steps, if they are not timestep / 1000; a 0 at the end of --steps is a step where it has a
     level above 0 here, and is dropped otherwise"""
+    renoise_sigmas: _Numbers = None
+    """noise levels that the second step and later ones begin with, where they are not those that clean latents are made
+    with (--sigmas): one less than --steps (LingBot-World)"""
     first_chunk_steps: _Numbers = None
     """the list of --steps for a stream's first chunk, where that has another, at least as long; its noise levels are
     timestep / 1000, or follow from --shift and --warp"""

@@ -13,7 +13,7 @@ from streamdiff.commands.jobs import ModelsJob
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.pipeline.planner.memory import Memory, stage_memory
-from streamdiff.pipeline.planner.model_sizes import SMALL
+from streamdiff.pipeline.planner.model_sizes import SMALL, entry_sizes
 
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"
@@ -198,7 +198,8 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         if chunk or sampling.first_chunk_steps:
             made = sampling.schedule().of(chunk)
             scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
-            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
+            renoise = f"; mixed again at {_numbers(made.renoise)}" if made.renoise is not None else ""
+            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{renoise}{scale}"
     if sampling.keep_end:
         yield "", f"the step at timestep 0 may be left out: --steps {sampling.schedules()[-1].steps}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
@@ -223,6 +224,9 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         ),
         ("positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"),
     )
+    for number, control in enumerate(entry_sizes(entry).spec.controls):
+        keys = ", ".join(key.removeprefix("Key") for key in control.keys)
+        yield "" if number else "keys", f"{control.name}: {keys}"
 
 
 def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:

@@ -474,8 +474,9 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
     steps, sigmas, shifts = job.model.timesteps, job.sigmas, job.warp or job.nearest
     if steps is None:
         _refuse_if(
-            shifts or any(each is not None for each in (sigmas, job.first_chunk_steps, job.shift)),
-            "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250",
+            shifts or any(each is not None for each in (sigmas, job.renoise_sigmas, job.first_chunk_steps, job.shift)),
+            "--sigmas, --renoise-sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps "
+            "1000,750,500,250",
         )
         _refuse_if(
             not spec.steps, "--steps is missing: the timesteps the model gets, for example 1000,937.5,833.33,625"
@@ -493,6 +494,8 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
     shift = 1.0 if job.shift is None else job.shift
     listed = partial(sampling.published, shift=shift, warp=job.warp, nearest=job.nearest)
     schedule = listed(steps) if sigmas is None else sampling.from_timesteps(steps, sigmas)
+    if job.renoise_sigmas is not None:
+        schedule = replace(schedule, renoise=sampling.without_end(job.renoise_sigmas))
     return schedule if job.first_chunk_steps is None else replace(schedule, first=listed(job.first_chunk_steps))
 
 
@@ -652,6 +655,10 @@ def _read_condition(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
 def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
     rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
+    if spec.has_camera:
+        if job.controls is None:  # it stands
+            return None
+        return tensor_file.read_cameras(job.controls, frames, (spec.width, spec.height), chunks=job.chunks or 1)
     if job.controls is None or rows is None or sizes is None:
         other = f"--controls: {spec.name} takes none; leave it out"
         _refuse_if(job.controls is not None, other, "controls")

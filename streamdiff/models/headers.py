@@ -274,6 +274,14 @@ def actions_contract(frames: int, keyboard: int, mouse: int) -> FileSpec:
     return FileSpec("actions", {**tensors, "mouse": ((count, mouse),)} if mouse else tensors)
 
 
+def track_contract(posed: bool) -> FileSpec:
+    """`poses` `[frames, 4, 4]` of a camera for each frame of the video, or of keys `keyboard` `[frames, 8]`, and
+    `intrinsics` `[1 or frames, 4]`, which may be left out with keys."""
+    count = FreeDim("frames")
+    tensors: dict[str, tuple[Shape, ...]] = {"poses": ((count, 4, 4),)} if posed else {"keyboard": ((count, 8),)}
+    return FileSpec("a camera's track", {**tensors, "intrinsics": ((count, 4),)}, () if posed else ("intrinsics",))
+
+
 VIDEO_FILE = FileSpec("frames", {"video": ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)}, max_bytes=MAX_VIDEO_BYTES)
 """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
 

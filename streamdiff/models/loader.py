@@ -108,12 +108,26 @@ class ModelLoader:
         facts = self.folder_facts
         if facts is None:
             _, _, architecture, actions = self.checkpoint
+            self._check_camera(architecture)
             _check_actions(self.model, actions)
             spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
+
+    def _check_camera(self, architecture: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a world's weights that go by the name of another kind of model, and the other way."""
+        entry, file = self.model.entry, self.model.weights
+        own = {} if entry is None else catalogue.transformer_arguments(entry)
+        has, takes = (each.get("camera_channels") is not None for each in (architecture, own))
+        if entry is not None and has != takes:
+            what = ("no camera", "a camera (LingBot-World)")
+            raise ConfigError(
+                f"{file} has {what[has]}, and {entry.name} has {what[takes]}; name the model that the file is of, with "
+                "--model",
+                field="model",
+            )
 
     def live_spec(self) -> ModelSpec:
         """The facts with which the model streams: what the configuration says goes before its own.

@@ -166,6 +166,22 @@ class LoadPlan:
             libraries=LIBRARIES_BYTES if on_cuda else 0,
         )
 
+    def kept_cameras(self, free: int) -> int:
+        """Bytes that a session takes on this rank, of `free` ones, for what cameras do to its blocks; 0: that is made
+        step by step, as there is no camera, or no room beside caches and graphs' own copies, or several chunks are in
+        flight, or blocks come and go."""
+        config, stage = self.config, self.rank // self.config.shares
+        if config.kv_context != "clean" or config.offload != "none" or stage >= config.stages:
+            return 0
+        first, end = self.runs[stage]
+        nbytes = self.sizes.camera_values(end - first, config.shares) * self.models.dtype.itemsize
+        return nbytes if free >= self.demand.memory()[self.rank].caches + nbytes * (1 + self.graph_rows) else 0
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of which CUDA graphs keep a copy of what their blocks are given."""
+        return self.max_rows if self.device.type == "cuda" and self.preallocated is not None else 0
+
     @cached_property
     def swap_bytes(self) -> int:
         """Host memory of this rank for sessions that are swapped out."""

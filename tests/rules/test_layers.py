@@ -74,7 +74,7 @@ MODELS = (
     ("hub", "headers"),
     ("catalogue",),
     ("spec",),
-    ("sampling", "weight_files"),
+    ("camera", "sampling", "weight_files"),
 )
 FLOORS = {
     "streamdiff": PACKAGE,

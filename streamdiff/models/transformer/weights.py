@@ -34,6 +34,7 @@ from streamdiff.models.spec import ActionModules, ActionRows, Lora
 from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.actions import attach
 from streamdiff.models.transformer.tensor_names import Names, TensorLocation, bare, block_count, recognise, translate
+from streamdiff.models.transformer.wan import CAMERA_PATCHES, make_transformer
 from streamdiff.models.weight_files import Count, Positive, fault_list, read_object, some, validated
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -105,7 +106,7 @@ def drawn_transformer(
     """The weights of the transformer called `name` of this architecture (arguments of diffusers'
     `WanTransformer3DModel`), drawn on `device`, each when it is asked for."""
     with torch.device("meta"):
-        module = WanTransformer3DModel.from_config(architecture)
+        module = make_transformer(architecture)
     entries = {key: each.to(dtype) for key, each in module.state_dict().items()}
 
     def read(key: str) -> Tensor:
@@ -145,7 +146,7 @@ def load_transformer(
     if not 0 <= first < last <= count:
         raise ConfigError(f"{checkpoint}: blocks {first} to {last} are asked for, but there are {count}")
     with torch.device("meta"):
-        model: WanTransformer3DModel = WanTransformer3DModel.from_config(architecture)
+        model = make_transformer(architecture)
         if actions is not None:
             attach(model.blocks, actions, architecture["num_attention_heads"] * architecture["attention_head_dim"])
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -346,6 +347,8 @@ def read_architecture(shape: Shape, blocks: int, *configs: Mapping[str, Any] | N
     }
     values: dict[str, Any] = {key: known[key] for key in ("rope_max_seq_len", "eps") if key in known}
     values |= {key: known[key] if key in known else find() for key, find in found.items()}
+    if (channels := size_if_there(f"{CAMERA_PATCHES}.weight", 1)) is not None:
+        values["camera_channels"] = channels
     heads, head_dim = known.get("num_attention_heads"), known.get("attention_head_dim")
     if heads is None or head_dim is None:
         heads, head_dim = _heads(size("blocks.0.attn1.to_q.weight", 0), heads, head_dim)

@@ -171,7 +171,8 @@ def _activations(sizes: ModelSizes, stage: int, load: Workload) -> int:
     tokens = sizes.tokens // load.shares
     exchanged = tokens * sizes.width * _EXCHANGED if load.shares > 1 else 0
     widest = tokens * max(_NORM_WIDTHS * sizes.width, _FFN_WIDTHS * sizes.width + _FFN * sizes.ffn_dim)
-    return slots + exchanged + widest
+    camera = 0 if sizes.camera_channels is None else tokens * sizes.width  # its embedding
+    return slots + exchanged + widest + camera
 
 
 def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none", vae: str = "") -> tuple[Memory, ...]:

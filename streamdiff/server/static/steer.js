@@ -8,7 +8,7 @@ const DEAD_ZONE = 0.15; // of a gamepad's stick
 const GRADES = 20; // of a stick, each way
 const MOUSE_FULL = 12; // pixels per frame of the screen that turn an axis fully
 const MOUSE_REST_MS = 80; // without movement, until the mouse's axes are at rest
-const MOUSE = [{ key: "MouseX", along: "movementX" }, { key: "MouseY", along: "movementY" }];
+const MOUSE = [["MouseX", "movementX", 1], ["MouseY", "movementY", 1], ["-MouseY", "movementY", -1]];
 const LABELS = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓" };
 
 /** Begin to listen. `steers` says whether this page may steer now. Returns what the page calls with the session's
@@ -28,7 +28,8 @@ export function startSteering(client, steers, view) {
     const at = new Map();
     controls.forEach(({ name, kind, keys }, index) => {
       const down = keys.map((code) => Number(pressed.has(code)));
-      let value = kind === "axis" ? (down[1] ?? 0) - (down[0] ?? 0) : (down[0] ?? 0);
+      // Of an axis every second key means 1, the one before it -1.
+      let value = down.reduce((sum, held, at) => sum + (kind === "axis" && at % 2 === 0 ? -held : held), 0);
       for (const touch of touched.values()) value += touch[name] ?? 0;
       value += moved.get(name) ?? 0;
       value += kind === "axis" ? (pad.axes[index] ?? 0) : Number(pad.buttons[index - axes().length] ?? 0);
@@ -162,12 +163,12 @@ export function startSteering(client, steers, view) {
   }
 
   /** Axes that the mouse turns, by the direction of its movement. */
-  const turned = () => controls.flatMap(({ name, keys }) => MOUSE.filter(({ key }) => keys.includes(key)).map(({ along }) => [name, along]));
+  const turned = () => controls.flatMap(({ name, keys }) => MOUSE.filter(([key]) => keys.includes(key)).map(([, along, way]) => [name, along, way]));
   let resting = 0;
   $("video").addEventListener("click", () => turned().length && steers() && $("video").requestPointerLock());
   addEventListener("mousemove", (event) => {
     if (document.pointerLockElement !== $("video")) return;
-    for (const [name, along] of turned()) moved.set(name, graded(event[along] / MOUSE_FULL));
+    for (const [name, along, way] of turned()) moved.set(name, graded((way * event[along]) / MOUSE_FULL));
     send();
     clearTimeout(resting);
     resting = setTimeout(() => {

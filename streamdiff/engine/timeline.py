@@ -79,11 +79,15 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
     for index, each in enumerate(changes):
         others = each.prompt is not None or each.steps is not None or each.controls or each.taps
         for name, wrong, why in (
-            ("at", (each.at is None) == (each.seconds is None), "says when: give `at` (a chunk) or `seconds`"),
+            (
+                "at",
+                (each.at is None) == (each.seconds is None),
+                "(a chunk) or `seconds` says when: give one of the two",
+            ),
             ("loop", each.loop and (others or index < len(changes) - 1), "is alone, in the last change of all"),
             ("loop", each.loop and not (each.at or each.seconds), "is at a later chunk than the first"),
             ("loop", each.loop and index == 0, "has nothing before it that could begin again"),
-            ("prompt", not (others or each.loop), "or steps, controls, taps or loop says what changes; give one"),
+            ("prompt", not (others or each.loop), "is missing, and so are steps, controls, taps and loop: give one"),
             ("switch", each.switch == "reset", "cannot be reset: that would begin the timeline again"),
             ("over", each.over > 1 and each.prompt is None, "is for a prompt; give one"),
         ):
@@ -112,7 +116,8 @@ def read_timeline(path: Path) -> tuple[TimedChange, ...]:
         return parse_timeline(from_json(data))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--timeline is {path}: {why}", field="timeline", code="timeline") from None
+        why = f"--timeline is {path}, which is no list of changes as JSON: {why}"
+        raise ConfigError(why, field="timeline", code="timeline") from None
 
 
 def placed(changes: Sequence[TimedChange], chunk_s: float) -> tuple[TimedChange, ...]:

@@ -20,7 +20,7 @@ from streamdiff.core import PromptPolicy
 from streamdiff.errors import ConfigError, RequestError
 
 BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
-MAX_TIMELINE_BYTES, MAX_CHANGES = 256 * 1024, 10_000
+MAX_CHANGES = 10_000
 _LONGEST_S, _MOST = 366 * 24 * 3600, 2**40
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _Value = Annotated[float, Field(ge=-1, le=1)]
@@ -109,11 +109,7 @@ def parse_timeline(value: object) -> tuple[TimedChange, ...]:
 def read_timeline(path: Path) -> tuple[TimedChange, ...]:
     """A timeline's file. Raises ConfigError: it cannot be read, or is none."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TIMELINE_BYTES + 1)
-        if len(data) > MAX_TIMELINE_BYTES:
-            raise ValueError(f"it is larger than {MAX_TIMELINE_BYTES >> 10} KiB")
-        return parse_timeline(from_json(data))
+        return parse_timeline(from_json(path.read_bytes()))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         why = f"--timeline is {path}, which is no list of changes as JSON: {why}"

@@ -17,6 +17,7 @@ export function startSteering(client, steers, view) {
   const asked = new Map(); // id of a message -> when it was sent
   let controls = [];
   let timer = 0;
+  let drag = null; // where a drag on the picture began
 
   /** What each control is at, of everything that holds it. */
   function values() {
@@ -66,6 +67,7 @@ export function startSteering(client, steers, view) {
   function release() {
     pressed.clear();
     touched.clear();
+    drag = null;
     send();
   }
 
@@ -128,7 +130,6 @@ export function startSteering(client, steers, view) {
   }
   // Dragging on the picture looks about, as a stick does, in a world that has this.
   const LOOKS = ["look_right", "look_up"];
-  let drag = null;
   $("video").addEventListener("pointerdown", (event) => {
     if (!steers() || !controls.some(({ name }) => LOOKS.includes(name))) return;
     drag = event;

@@ -25,6 +25,7 @@ from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
+from streamdiff.pipeline.load_plan import plan_load
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5
@@ -436,3 +437,7 @@ def test_a_world_begins_with_a_picture_and_obeys_keys(files: Files, tmp_path: Pa
             seen.append(np.stack([*frames, *islice(session, 40)]).astype(int))
     same = (seen[0] == seen[1]).all((1, 2, 3))
     assert seen[0].std() > 5 and same[:13].all() and not same[-8:].any()
+    plan = plan_load(ModelConfig(name="lingbot-world-v2-14b", dtype="float32", **options), torch.device("cpu"))
+    once = 4 * (2 * 2 * 4 * (4 * 2) * 128)  # scale and shift, blocks, latent frames of 4 x 2 tokens, width
+    least = plan.demand.memory()[0].caches + once
+    assert [plan.kept_cameras(free) for free in (least, least - 1)] == [once, 0]

@@ -134,8 +134,8 @@ class StreamSession:
         dropped.
 
         Raises:
-            ConfigError: it is no log, or one that cannot be played again.
-            RequestError: it is of another model, weights or picture, or asks for what the model cannot do.
+            ConfigError: it is no log, one that cannot be played again, or of another model, size or weights.
+            RequestError: it is of another picture, or asks for what the model cannot do.
         """
         log = log if isinstance(log, Log) else read_log(Path(log))
         header, picture = log.header, self._fitted(image, fit)

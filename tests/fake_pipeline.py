@@ -119,6 +119,9 @@ class FakePipeline:
     def facts(self) -> dict[str, Any]:
         return {"name": self.info.model, "weights": ["painted"]}
 
+    def check_facts(self, theirs: Mapping[str, Any]) -> None:
+        assert theirs == self.facts()
+
     def blended(self, before: Any, after: Any, share: float, along: str) -> Any:
         return tuple(round((1 - share) * one + share * other) for one, other in zip(before, after, strict=True))
 

@@ -191,6 +191,8 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         ("--prompts", "one command for each prompt"),
         ("--seconds", "--chunks"),
         ("--prompt-at", "--prompt-switch"),
+        ("--timeline", "--prompt-switch"),
+        ("--replay", "it without them"),
         ("--resume", "it with --prompts instead of them"),
         ("session.image", "--given-latents"),
         ("model.decode_rank", "rank 0, which decodes there, or --seconds"),

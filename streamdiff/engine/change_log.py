@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import ne
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +47,6 @@ class LogHeader:
     image: str = ""
     fault: str = ""
     cut: str = ""
-    version: str = ""
 
 
 _HEADER, _CHANGE = TypeAdapter(LogHeader), TypeAdapter(TimedChange)
@@ -193,17 +191,3 @@ def _parsed(kind: TypeAdapter[Any], line: bytes, where: str) -> Any:
 def _damaged(where: str, name: str, why: str) -> ConfigError:
     told = f"{where} is no line of a session's log: {name or 'line'}: {why}; get it again from where it was made"
     return ConfigError(told, field=name or "line", code="log")
-
-
-def check_model(header: LogHeader, here: Mapping[str, Any]) -> None:
-    """Raises RequestError where a log is of another model, size, window, type or weights than the loaded one, of which
-    `here` are the facts. In a ring each rank knows the weights of its own blocks: the first ones are compared."""
-    theirs = header.model
-    for name in sorted({*theirs, *here} - {"weights"}):
-        if theirs.get(name) != here.get(name):
-            told = f"{name} is {theirs.get(name)!r:.80} in the log, but {here.get(name)!r:.80} here"
-            raise RequestError(name, f"{told}; load the model and size that it was made with", "model")
-    weights = theirs.get("weights")
-    if not isinstance(weights, list) or not weights or any(map(ne, weights, here["weights"])):
-        why = "the log is of other weights than those that are loaded, though of the same kind of model; load those"
-        raise RequestError("weights", why, "weights")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames, control_values
 from streamdiff.engine import messages
-from streamdiff.engine.change_log import LogHeader, check_model
+from streamdiff.engine.change_log import LogHeader
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import SaveAndSwapQueue
@@ -346,8 +346,8 @@ class Engine:
             yield change
 
     def check_log(self, header: LogHeader) -> None:
-        """Raises RequestError where the model that is loaded is not that of a log."""
-        check_model(header, self._pipeline.resting.facts())
+        """Raises ConfigError where the model that is loaded is not that of a log."""
+        self._pipeline.resting.check_facts(header.model)
 
     def _end_failed(self) -> list[Event]:
         """End the sessions that have failed. Mutates: self."""

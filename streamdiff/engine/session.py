@@ -88,7 +88,7 @@ class Session:
     """Why it has failed, until the engine ends it."""
     chunk: int = field(default=-1, init=False)
     """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
-    log: ChangeLog = field(default_factory=lambda: ChangeLog("it continues from a snapshot"), init=False)
+    log: ChangeLog = field(default_factory=ChangeLog, init=False)
     """What has steered its stream since that began."""
     _pending: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """What was accepted and is not applied yet, in order: by kind (prompt, steps, input) its epoch, and what becomes of
@@ -144,6 +144,10 @@ class Session:
         self._given, why = self.conditioning, self.origin or ("video is fed to it" if self._fed else "")
         if self.embeddings is not None or (self.start is not None and not self.image):
             why = "it began with embeddings, or with a picture that is not known"
+        self._begin_log(why)
+
+    def _begin_log(self, why: str) -> None:
+        """`why`: the reason why its stream cannot be played again; empty: it can. Mutates: self."""
         about = {"steps": self.steps, "kv_context": self.kv_context, "image": self.image}
         self.log = ChangeLog(why, prompt=self.text, seed=self.seed, **about)
 
@@ -167,6 +171,7 @@ class Session:
         self.epoch = max(saved.epoch, epoch)
         self._oldest_epoch = self._skip_epoch = oldest_epoch
         self._made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
+        self._begin_log(f"it continues from a snapshot that was taken at chunk {chunk + 1}")
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,
@@ -279,15 +284,15 @@ class Session:
         events: list[Event] = []
         if change.prompt is not None:
             self.encoded = change.prompt, conditioning
-            how = change.switch or "keep", False, change.over, change.along
-            events += self.set_prompt(change.prompt, "", "", *how)
+            switch = change.switch or "keep"
+            events += self.set_prompt(change.prompt, "", "", switch, over=change.over, along=change.along)
         if change.steps is not None:
             ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
             self.set_steps(change.steps, ahead, "")
         for values in (change.controls, change.taps, dict.fromkeys(change.taps, 0.0)):
             if values:
                 self.set_controls(values, "")
-        self.apply_pending()
+        self.apply_pending(in_order=True)
         return events
 
     def set_timeline(

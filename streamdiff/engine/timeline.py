@@ -20,7 +20,7 @@ from streamdiff.core import PromptPolicy
 from streamdiff.errors import ConfigError, RequestError
 
 BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
-MAX_TIMELINE_BYTES, MAX_CHANGES = 256 * 1024, 10_000
+MAX_CHANGES = 10_000
 _LONGEST_S, _MOST = 366 * 24 * 3600, 2**40
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _Value = Annotated[float, Field(ge=-1, le=1)]
@@ -79,11 +79,15 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
     for index, each in enumerate(changes):
         others = each.prompt is not None or each.steps is not None or each.controls or each.taps
         for name, wrong, why in (
-            ("at", (each.at is None) == (each.seconds is None), "says when: give `at` (a chunk) or `seconds`"),
+            (
+                "at",
+                (each.at is None) == (each.seconds is None),
+                "(a chunk) or `seconds` says when: give one of the two",
+            ),
             ("loop", each.loop and (others or index < len(changes) - 1), "is alone, in the last change of all"),
             ("loop", each.loop and not (each.at or each.seconds), "is at a later chunk than the first"),
             ("loop", each.loop and index == 0, "has nothing before it that could begin again"),
-            ("prompt", not (others or each.loop), "or steps, controls, taps or loop says what changes; give one"),
+            ("prompt", not (others or each.loop), "is missing, and so are steps, controls, taps and loop: give one"),
             ("switch", each.switch == "reset", "cannot be reset: that would begin the timeline again"),
             ("over", each.over > 1 and each.prompt is None, "is for a prompt; give one"),
         ):
@@ -105,14 +109,11 @@ def parse_timeline(value: object) -> tuple[TimedChange, ...]:
 def read_timeline(path: Path) -> tuple[TimedChange, ...]:
     """A timeline's file. Raises ConfigError: it cannot be read, or is none."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TIMELINE_BYTES + 1)
-        if len(data) > MAX_TIMELINE_BYTES:
-            raise ValueError(f"it is larger than {MAX_TIMELINE_BYTES >> 10} KiB")
-        return parse_timeline(from_json(data))
+        return parse_timeline(from_json(path.read_bytes()))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--timeline is {path}: {why}", field="timeline", code="timeline") from None
+        why = f"--timeline is {path}, which is no list of changes as JSON: {why}"
+        raise ConfigError(why, field="timeline", code="timeline") from None
 
 
 def placed(changes: Sequence[TimedChange], chunk_s: float) -> tuple[TimedChange, ...]:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import Files
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
@@ -117,8 +119,15 @@ class ModelLoader:
         return facts.spec
 
     def _check_camera(self, architecture: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a world's weights that go by the name of another kind of model, and the other way."""
-        entry, file = self.model.entry, self.model.weights
+        """Raises ConfigError for a world's weights that go by the name of another kind of model, and the other way; and
+        for a camera of another kind."""
+        entry, file, patch = self.model.entry, self.model.weights, architecture["patch_size"]
+        if (channels := architecture.get("camera_channels")) not in (None, wanted := CHANNELS * prod(patch)):
+            raise ConfigError(
+                f"{file} takes {channels} camera channels, and poses are {wanted}; LingBot-World's models for actions "
+                "are not supported",
+                field="model",
+            )
         own = {} if entry is None else catalogue.transformer_arguments(entry)
         has, takes = (each.get("camera_channels") is not None for each in (architecture, own))
         if entry is not None and has != takes:

@@ -285,7 +285,7 @@ def test_a_log_of_another_model_or_of_unknown_controls_changes_nothing() -> None
         ({"name": "other"}, "model"), ({"window_latents": 3}, "model"), ({"weights": ["0"]}, "weights"),
         ({"weights": None}, "weights"), ({"new": 1}, "model"),
     ):  # fmt: skip
-        with pytest.raises(RequestError) as refusal:
+        with pytest.raises(ConfigError) as refusal:
             player.engine.check_log(change_log.LogHeader(**HEADER | {"model": facts | changed}))  # type: ignore[arg-type]
         assert refusal.value.code == code
     for change, field in (
@@ -302,8 +302,8 @@ def test_a_log_of_another_model_or_of_unknown_controls_changes_nothing() -> None
 # ---- timelines ----------------------------------------------------------------------------------------------------
 
 CHANGES = [
-    {"at": 1, "prompt": BLUE, "over": 2}, {"at": 2, "controls": {"x": 0.5}}, {"at": 4, "steps": 2},
-    {"at": 4, "prompt": WHITE, "switch": "recache"}, {"at": 5, "steps": 4, "taps": {"jump": 1}},
+    {"at": 1, "prompt": BLUE, "over": 2}, {"at": 2, "controls": {"x": 0.5}},
+    {"at": 4, "prompt": WHITE, "switch": "recache", "steps": 2}, {"at": 5, "steps": 4, "taps": {"jump": 1}},
     {"at": 6, "loop": True},
 ]  # fmt: skip
 
@@ -320,7 +320,9 @@ def test_a_timeline_that_loops_has_the_same_latents_on_1_2_and_4_stages(tmp_path
     one, player = with_timeline(1, 15, kv_context)
     told = [event.text for event in player.events if isinstance(event, Accepted) and not event.request]
     assert told[:4] == [MODEL.text.read(each, None).text for each in (BLUE, WHITE, BLUE, WHITE)]
-    assert [change.at for change in player.log(tmp_path).changes if change.steps == 2] == [4, 10]
+    log = player.log(tmp_path)
+    assert [change.at for change in log.changes if change.steps == 2] == [4, 10] and not log.header.cut
+    assert differing(one, replayed(log, 2, 15)) == []
     player.engine.close()
     for stages in (2, 4):
         other, player = with_timeline(stages, 15, kv_context)

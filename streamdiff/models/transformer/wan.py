@@ -10,7 +10,7 @@ H heads, d head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from math import prod
@@ -338,7 +338,7 @@ class WanDenoiser:
     def run_blocks(
         self,
         tokens: TokenStates,
-        text: Sequence[BlockText],
+        text: Iterable[BlockText],
         self_attention: SelfAttention,
         act: Act | None = None,
         camera: Tensor | None = None,
@@ -350,11 +350,11 @@ class WanDenoiser:
         """
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden, attend = tokens.hidden, self.attend
-        for layer in range(len(self.blocks)):
+        for layer, own in zip(range(len(self.blocks)), text, strict=False):
             weights = self.weights(layer)
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
             own_act = None if act is None else partial(act, layer)
-            own = text[layer] if camera is None else self.steered(weights, text[layer], camera)
+            own = own if camera is None else self.steered(weights, own, camera)
             hidden = self.after_attention(weights, hidden, modulation[layer], own, mixed, attend, own_act)
         return tokens._replace(hidden=hidden)
 

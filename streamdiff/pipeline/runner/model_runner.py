@@ -294,7 +294,7 @@ class ModelRunner:
         texts, camera = self._block_texts(rows, given)
         done = self.compiled.run(given, texts, metadata) if self.compiled is not None and camera is None else None
         if done is None:
-            text = [concat_rows(layer) for layer in zip(*texts, strict=True)]
+            text = map(concat_rows, zip(*texts, strict=True))  # layer by layer: what cameras do is large
             attention = self.attention.on(metadata)
             if self.group is not None:
                 attention = partial(shared_attention, self.group, attention)

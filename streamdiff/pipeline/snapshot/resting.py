@@ -10,10 +10,11 @@ stay where they are; each rank keeps its own part. Decision 0032.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,6 +127,15 @@ class RestingStates:
         pipeline = self._pipeline
         facts = model_facts(pipeline.model.spec, pipeline.model.denoiser.dtype)
         return facts | {"weights": pipeline.stage.weights}
+
+    def check_facts(self, theirs: Mapping[str, Any]) -> None:
+        """Raises ConfigError where `facts` of a log are others here. In a ring each rank knows the weights of its own
+        blocks: the first ones are compared."""
+        check_model(theirs, here := self.facts(), "the log")
+        weights = theirs.get("weights")
+        if not isinstance(weights, list) or not weights or any(map(ne, weights, here["weights"])):
+            why = "the log is of other weights than those that are loaded, though of the same kind of model; load those"
+            raise ConfigError(why, field="weights", code="weights")
 
     # ---- swapping -----------------------------------------------------------------------------------------------
 

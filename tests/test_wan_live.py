@@ -131,11 +131,12 @@ def decoded(vae: Path, latents: Path) -> np.ndarray:
 
 def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """LongLive's base alone is another model: the LoRA is fetched, or given, and merged."""
-    lora = tmp_path / "lora.safetensors"
+    lora, second = tmp_path / "lora.pt", tmp_path / "style.safetensors"
     generator = torch.Generator().manual_seed(1)
     factors = {"lora_A": torch.randn(2, 128, generator=generator), "lora_B": torch.randn(128, 2, generator=generator)}
     prefix = "base_model.model.blocks.0.self_attn.q"
-    save_file({f"{prefix}.{name}.weight": factor for name, factor in factors.items()}, lora)
+    save_file({f"{prefix}.{name}.weight": factor for name, factor in factors.items()}, second)
+    torch.save({"generator_lora": load_file(second)}, lora)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     base = torch.load(files.weights, weights_only=True)
@@ -143,11 +144,14 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
     parts = {**files.options, "weights": str(tmp_path / "longlive_base.pt")}
     with pytest.raises(ConfigError):
         streamdiff.open(PROMPT, model="longlive-1.3b", **parts)  # type: ignore[arg-type]
+    lay(tmp_path, "Efficient-Large-Model/LongLive-1.3B", {"models/lora.pt": lora})
     pictures = []
-    for scale in ("0", "1"):
-        with streamdiff.open(PROMPT, model="longlive-1.3b", lora=f"{lora}:{scale}", **parts) as session:  # type: ignore[arg-type]
+    for given in ((), ("none",), (f"{second}:0",), (f"{second}:1",)):
+        with streamdiff.open(PROMPT, model="longlive-1.3b", lora=given, **parts) as session:  # type: ignore[arg-type]
             pictures.append(np.stack(list(islice(session, FRAMES))))
-    assert not np.array_equal(*pictures)
+    own, without, same, both = pictures
+    assert np.array_equal(own, same) and not np.array_equal(own, without)
+    assert not np.array_equal(both, own) and not np.array_equal(both, without)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("self-forcing", 4), (f"{CAUSAL}-1step", 1)])

@@ -18,7 +18,7 @@ from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models.loader import Kernels, ModelLoader
+from streamdiff.models.loader import PARTS, Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
@@ -202,12 +202,14 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """
     models = ModelLoader(config, device)
     spec = models.live_spec()
+    models.check_files(*PARTS)
     settled = resolve.settle(config, device.type, spec.steps, lambda: compile_fault(device))
     choices = tuple(map(str, settled.choices))
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
+        small = config.latent_space is not None  # only small ones have one
+        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae, small=small)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
     check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]

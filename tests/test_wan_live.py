@@ -25,6 +25,7 @@ from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
+from tests.commands.conftest import last_of_each
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5
@@ -105,7 +106,7 @@ class Made:
 
     def __call__(self, *more: str) -> torch.Tensor:
         """The latents, with options that are not given otherwise."""
-        assert main.main([*self.command, *more]) == 0
+        assert main.main(last_of_each([*self.command, *more])) == 0
         return load_file(self.path)["latents"]
 
     def is_shown(self, live: np.ndarray) -> bool:
@@ -301,7 +302,7 @@ def test_a_longer_first_chunk_live_and_in_files(
     assert torch.equal(made("--kv-context", "same_step", "--first-chunk-frames", "2"), by_name)
     for other in (["--first-chunk-frames", "1"], ["--kv-context", "clean"]):
         assert not torch.allclose(made(*other)[2:], by_name[2:], atol=1e-3)
-    assert main.main([*made.command, "--chunks", "1"]) == main.USER_ERROR
+    assert main.main(last_of_each([*made.command, "--chunks", "1"])) == main.USER_ERROR
     assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
 
 
@@ -320,13 +321,13 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     made = []
     for path in (raw, unmarked, normalised):
         capsys.readouterr()
-        assert main.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
+        assert main.main(last_of_each([*command, str(path), "--model", VIDEO_TO_VIDEO])) == 0
         assert ("not normalised, and are used as they are" in capsys.readouterr().err) == (path == raw)
         made.append(load_file(latents)["latents"])
     assert torch.equal(made[0], made[1]) and (made[0] - made[2]).abs().max() > 1e-2
     before = latents.read_bytes()
     for name in ("self-forcing", KREA):
-        assert main.main([*command, str(raw), "--model", name, "--chunks", "1"]) == main.USER_ERROR
+        assert main.main(last_of_each([*command, str(raw), "--model", name, "--chunks", "1"])) == main.USER_ERROR
         assert f"not normalised, and {name} knows normalised ones; encode it without --raw" in capsys.readouterr().err
     assert latents.read_bytes() == before
 

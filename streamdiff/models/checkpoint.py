@@ -8,7 +8,6 @@ run code when it is opened; it is opened with torch's `weights_only`, and one th
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import re
@@ -190,7 +189,7 @@ class _Shards(Mapping[str, Tensor]):
 _SCALE = re.compile(r"(.+\.)(?:scale_weight|weight_scale)")
 _MARK = re.compile(r"(?:.+\.)?(?:scaled_fp8|comfy_quant|scale_input|input_scale|spiece_model)")
 """What is no weight: that a file is scaled, and how; scales of activations; a tokenizer."""
-_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8")
+_FORMATS = {"float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8"}
 _FOREIGN = re.compile(r".+\.(?:(weight_scale_2)|(absmax|quant_map|quant_state\..+|SCB)|(qweight|weight_packed))")
 _FOREIGN_KINDS = ("NVFP4", "bitsandbytes", "GPTQ, AWQ or their like")
 
@@ -203,17 +202,20 @@ def _scaled(found: Checkpoint) -> Checkpoint:
         ConfigError: a format with other scales, which is named; or weights whose scales are missing.
     """
     scales, names = dict[str, str](), list[str]()
+    said = {key: text for key, text in found.metadata.items() if key == "_quantization_metadata"}
     for name in found.names:
         if match := _SCALE.fullmatch(name):
             scales[f"{match[1]}weight"] = name
         elif match := _FOREIGN.fullmatch(name):
             raise _foreign(found, _FOREIGN_KINDS[(match.lastindex or 1) - 1], name)
         elif name.endswith("comfy_quant"):
-            said = _object(bytes(found.read(name).to(torch.uint8).flatten().tolist()))
-            if said.get("format") not in _FORMATS or said.get("convrot"):
-                raise _foreign(found, str(said.get("format")) + " with a rotation" * bool(said.get("convrot")), name)
+            said[name] = found.read(name).to(torch.uint8).numpy().tobytes().decode(errors="replace")
         elif not _MARK.fullmatch(name):
             names.append(name)
+    for name, text in said.items():
+        formats = set(re.findall(r'"format"\s*:\s*"(\w+)"', text))
+        if not formats or not formats <= _FORMATS or re.search(r'"convrot"\s*:\s*true', text):
+            raise _foreign(found, " or ".join(formats - _FORMATS) or text[:80], name)
     lost = [name for name in scales if name not in names]
     if lost or (not scales and any(name.endswith("scaled_fp8") for name in found.names)):
         raise ConfigError(f"{found}: 8-bit weights and their scales must both be there ({some(lost) or 'no scales'})")
@@ -222,25 +224,17 @@ def _scaled(found: Checkpoint) -> Checkpoint:
         tensor = found.read(name)
         if name not in scales:
             return tensor
-        scale = found.read(scales[name]).float()
-        if scale.numel() != 1 and tuple(scale.shape) not in ((len(tensor),), (len(tensor), 1)):
-            raise _foreign(found, f"scales {list(scale.shape)} for {list(tensor.shape)}", scales[name])
-        return tensor.float() * scale.reshape(-1, *[1] * (tensor.ndim - 1))
+        return tensor.float() * found.read(scales[name]).float().reshape(-1, *[1] * (tensor.ndim - 1))
 
     if not scales:
         return replace(found, names=tuple(names))
-    shown = {name: found.entries[name] for name in names}
-    shown |= {name: torch.empty(shown[name].shape, device="meta") for name in scales}
+    shown = dict(found.entries)
+    for name, scale in scales.items():
+        shape, rows = tuple(shown[scale].shape), tuple(shown[name].shape[:1])
+        if prod(shape) != 1 and shape not in (rows, (*rows, 1)):
+            raise _foreign(found, f"scales {list(shape)} for {list(shown[name].shape)}", scale)
+        shown[name] = torch.empty(shown[name].shape, device="meta")
     return replace(found, entries=shown, read=read, names=tuple(names))
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    """A JSON object; an empty one where it is none."""
-    try:
-        tree = json.loads(text)
-    except ValueError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _foreign(found: Checkpoint, kind: str, name: str) -> ConfigError:

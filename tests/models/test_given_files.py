@@ -291,7 +291,7 @@ def said(**format_: object) -> Tensor:
     [
         ({"blocks.0.ffn.0.weight_scale_2": torch.ones(())}, "NVFP4"),
         ({"blocks.0.ffn.0.comfy_quant": said(format="convrot_w4a8")}, "convrot_w4a8"),
-        ({"blocks.0.ffn.0.comfy_quant": said(format="int8_tensorwise", convrot=True)}, "rotation"),
+        ({"blocks.0.ffn.0.comfy_quant": said(format="int8_tensorwise", convrot=True)}, "convrot"),
         ({"blocks.0.ffn.0.comfy_quant": torch.ones(3, dtype=torch.uint8)}, "comfy_quant"),
         ({"blocks.0.ffn.0.weight.absmax": torch.ones(3)}, "bitsandbytes"),
         ({"scaled_fp8": torch.ones(1)}, "scales"),
@@ -304,8 +304,10 @@ def test_other_ways_to_quantise_are_refused_by_name(extra: State, words: str, pl
 
 def test_scales_of_blocks_are_refused(plain: Path, tmp_path: Path) -> None:
     state = load_file(plain) | {"blocks.0.ffn.0.weight_scale": torch.ones(2, 2)}
-    with pytest.raises(ConfigError, match=r"scales \[2, 2\]"):
-        load(save(tmp_path / "a.safetensors", state), config={})
+    refused(save(tmp_path / "a.safetensors", state), "scales [2, 2]")
+    header = {"_quantization_metadata": json.dumps({"layers": {"blocks.0.ffn.0": {"format": "mxfp8"}}})}
+    save_file(load_file(plain), tmp_path / "a.safetensors", header)
+    refused(tmp_path / "a.safetensors", "mxfp8")
 
 
 @pytest.mark.parametrize("prefix", ["model.", "first_stage_model.", "vae."])

@@ -94,7 +94,7 @@ def check_autoencoder(path: Location, half: Half, latent_space: str | None, spec
         raise ConfigError(
             f"{place} is for latents of {network.latent_channels} channels, of {network.spatial} x {network.spatial} "
             f"pixels each; {spec.name} makes latents of {spec.latent_channels} channels, of {side} x {side} pixels. "
-            "Give the model's own as --vae"
+            "Give one for these as --vae; without an entry in the catalogue latents are taken for Wan2.1's"
         )
 
 

@@ -37,7 +37,7 @@ from streamdiff.device import pick_dtype, side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import Checkpoint, check_fit, checked, open_checkpoint
 from streamdiff.models.spec import ParsedPrompt, TextEncoder
-from streamdiff.models.weight_files import check_file, read_object, some, what_it_holds
+from streamdiff.models.weight_files import read_object, some, what_it_holds
 
 TEXT_TOKENS = 512
 _UMT5: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "umt5_xxl.yaml").read_text(encoding="utf-8"))
@@ -234,7 +234,8 @@ def find_text_files(path: Path) -> TextFiles:
         ConfigError: nothing of this kind, a file without a tokenizer, or several that could be meant.
     """
     if not path.is_dir():
-        check_file(path)
+        if (what := what_it_holds(open_checkpoint(path).names)) and "--text-encoder" not in what:
+            raise ConfigError(f"{path}: not Wan's text encoder: it holds {what}")
         return TextFiles(path, _tokenizer_beside(path))
     files = [] if (path / "text_encoder").is_dir() else sorted(path.glob(_WEIGHTS))
     if len(files) > 1:
@@ -340,8 +341,6 @@ def _outlined(files: TextFiles, config: UMT5Config) -> tuple[UMT5EncoderModel, C
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path}: the text encoder cannot be loaded: {error}") from error
     sources = _sources(checkpoint)
-    if _TABLE not in sources and (what := what_it_holds(sources)):
-        raise ConfigError(f"{checkpoint}: not Wan's text encoder: it holds {what}")
     wanted = {name: tensor.shape for name, tensor in encoder.state_dict().items() if name != _SAME_TABLE}
     check_fit(path, {name: checkpoint.entries[source] for name, source in sources.items()}, wanted)
     return encoder, checkpoint, sources

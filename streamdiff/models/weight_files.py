@@ -21,7 +21,6 @@ USUAL_STEMS = ("diffusion_pytorch_model",)
 _BEGINNING_BYTES = 512
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)")
 _EXPERTS = ("transformer_2", "high_noise_model", "low_noise_model")
-_IN_INDEX = ("boundary_ratio", "transformer_2")
 _EXPERT_FILE = re.compile(r"(high|low)[-_. ]?noise", re.IGNORECASE)
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -108,8 +107,8 @@ def check_one_expert(path: Path) -> None:
     for place in (folder, folder.parent) if folder.name in ("transformer", *_EXPERTS) else (folder,):
         index = place / "model_index.json"
         stored = read_object(index) if index.is_file() else {}
-        found = [name for name in _EXPERTS if (place / name).is_dir()]
-        found += [name for name in _IN_INDEX if stored.get(name) not in (None, [None, None])]
+        said = [name for name in ("transformer_2", "boundary_ratio") if stored.get(name) not in (None, [None, None])]
+        found = [name for name in _EXPERTS if (place / name).is_dir()] or said
         if found or _EXPERT_FILE.search(path.name):
             raise ConfigError(
                 f"{path}: has two experts ({some(found) or path.name}), a transformer for high noise and one for low, "

@@ -210,8 +210,9 @@ def test_parts_of_something_are_named_with_the_remedy(plain: Path, tmp_path: Pat
     umt5.write(tmp_path / "text")
     with pytest.raises(ConfigError, match=f"give the folder .*: {tmp_path / 'text'}$"):
         find_text_files(tmp_path / "text" / "text_encoder")
-    with pytest.raises(ConfigError, match="has no text encoder"):
-        find_text_files(dcp)
+    for path, words in ((dcp, "has no text encoder"), (plain, "--weights"), (tmp_path / "none.pth", "no such file")):
+        with pytest.raises(ConfigError, match=words):
+            find_text_files(path)
 
 
 def test_doctor_says_what_serve_would(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

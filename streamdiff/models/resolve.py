@@ -132,7 +132,7 @@ def resolve_model(config: ModelConfig, architecture: Mapping[str, Any] | None = 
             vae=str(there["vae"]) if "vae" in there else None,
             text_encoder=path if "text_encoder" in there else None,
         )
-    if (transformer := config.weights or found.folder) is not None:
+    if (transformer := config.weights or found.weights) is not None:
         weight_files.check_one_expert(Path(transformer))
     if found.embedded and config.text_encoder is not None:
         raise ConfigError(f"the text encoder of {name} is fixed; leave --text-encoder out")

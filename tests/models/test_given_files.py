@@ -24,6 +24,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.checkpoint import open_checkpoint, read_tensors
 from streamdiff.models.loader import PARTS, ModelLoader
 from streamdiff.models.resolve import resolve_model
+from streamdiff.models.spec import Lora
 from streamdiff.models.text_encoder import find_text_files
 from tests.hub_cache import lay
 from tests.models.layouts import State, assert_same, load, original, prefixed, save, small_state, write_shards
@@ -82,8 +83,9 @@ def test_two_experts_are_refused_however_they_are_given(plain: Path, tmp_path: P
     for path in (indexed, foldered, indexed / "transformer", foldered / "transformer", Path(high)):
         with pytest.raises(ConfigError, match="two experts"):
             resolve_model(ModelConfig(name="self-forcing", weights=str(path)))
-    with pytest.raises(ConfigError, match="two experts"):
-        resolve_model(ModelConfig(name=str(indexed)))
+    for name in (str(indexed), str(foldered), str(high)):
+        with pytest.raises(ConfigError, match="two experts"):
+            resolve_model(ModelConfig(name=name))
     (indexed / "model_index.json").write_text('{"transformer_2": [null, null], "boundary_ratio": null}')
     weight_files.check_one_expert(indexed)  # as Wan2.2-TI2V-5B says
 
@@ -110,6 +112,11 @@ def test_matrices_of_zeros_are_an_unfinished_download(plain: Path, tmp_path: Pat
     state = {name: torch.zeros_like(t) if "blocks.1." in name else t for name, t in load_file(plain).items()}
     with pytest.raises(ConfigError, match="10 matrices are all zero"):
         load(save(tmp_path / "half.safetensors", state))
+    query = "blocks.1.self_attn.q"
+    one = load_file(plain) | {f"{query}.weight": torch.zeros(128, 128)}
+    lora = save(tmp_path / "lora.safetensors", {f"{query}.diff": torch.ones(128, 128)})
+    with pytest.raises(ConfigError, match="1 matrices are all zero"):
+        load(save(tmp_path / "one.safetensors", one), loras=[Lora(lora)])  # whatever is added to them
     vae = original_layout(small_wan_autoencoder())
     vae["decoder.conv1.weight"] = torch.zeros_like(vae["decoder.conv1.weight"])
     with pytest.raises(ConfigError, match="1 matrices are all zero"):

@@ -44,9 +44,6 @@ _ALSO_PREFIXES = ("model", "module")
 _AUTOENCODER_PREFIXES = ("first_stage_model.", "vae.", "model.")
 _SAY = "say which with --container NAME"
 
-_PACKED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Dtypes of quantised weights with scales beside them, which nothing here reads."""
-
 
 @dataclass
 class Checkpoint:
@@ -143,9 +140,6 @@ def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors, metadata = {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from None
-    for name, tensor in tensors.items():
-        if tensor.dtype in _PACKED:
-            raise ConfigError(f"{path}: {name} has dtype {tensor.dtype}, whose numbers mean nothing without others")
     return tensors, metadata
 
 

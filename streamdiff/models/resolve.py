@@ -9,6 +9,7 @@ Needs no torch, and opens no file of weights: a model is recognised by its file'
 from __future__ import annotations
 
 import filecmp
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -194,8 +195,10 @@ def check_parts(config: ModelConfig) -> None:
         ("--text-encoder", config.text_encoder, config.text_encoder),
     ):
         is_name = option == "--vae" and (path in published or catalogue.is_random(path))
-        if path and not is_name and not any(Path(each).exists() for each in (path, name) if each):
-            raise ConfigError(f"{option} is {path}: no such file or folder")
+        there = [each for each in (path, name) if each and os.path.exists(each)]
+        if path and not is_name and not any(os.access(each, os.R_OK) for each in there):
+            why = "which this user may not read" if there else "no such file or folder"
+            raise ConfigError(f"{option} is {path}: {why}")
 
 
 def completed(config: ModelConfig) -> ModelConfig:

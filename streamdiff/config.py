@@ -109,6 +109,11 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _texts(value: object) -> object:
+    """One text, or several."""
+    return (value,) if isinstance(value, str) else () if value is None else _tuple(value)
+
+
 def _steps(value: object) -> object:
     """A union that pydantic checks by itself would be refused twice."""
     if isinstance(value, list | tuple) and value and all(isinstance(each, int | float) for each in value):
@@ -129,10 +134,16 @@ class ModelConfig(_Section):
     """`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path."""
     weights: Annotated[str | None, Flag(metavar="FILE")] = None
     """The transformer's weights, in any published layout; without a name the model is given by the file's name."""
-    lora: Annotated[str | None, Flag(metavar="FILE[:SCALE]")] = None
-    """A LoRA that is merged into the weights; in place of the published one."""
+    container: Annotated[str | None, Flag()] = None
+    """Which tensors of the weights' file: generator, generator_ema, ...; default: the model's own, else the only known
+    one."""
+    lora: Annotated[tuple[str, ...], BeforeValidator(_texts), Flag(metavar="FILE[:SCALE]")] = ()
+    """A LoRA that is merged into the weights, beside the model's own; may be given several times, they add up. `none`:
+    without the model's own."""
     vae: Annotated[str | None, Flag(metavar="PATH")] = None
     """The autoencoder: a folder, a file or a name; taew2_1 is small; default: the model's own."""
+    latent_space: Annotated[Literal["normalised", "raw"] | None, Flag()] = None
+    """Latents that a small autoencoder's file (TAEHV) takes; default: by its published name."""
     text_encoder: Annotated[str | None, Flag(metavar="PATH")] = None
     """A folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth."""
     preset: Annotated[Literal["default", "plain", "fast"], Flag("--plain --fast", group=MODEL)] = "default"

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is None and _is_output_full():
             _drop_output()
             error = OSError(f"what there is to print cannot be written to standard output: {error.strerror}")
+        elif isinstance(error, OSError) and error.filename is not None:  # without its number
+            error = OSError(f"{error.filename}: {error.strerror}")
         return _print_error(error, FAILED)
     except KeyboardInterrupt:
         print("\nstreamdiff: stopped", file=sys.stderr)

@@ -201,8 +201,6 @@ class ReferenceJob(_Job):
     """finished latents of the stream's first chunks, which it continues from; they count in --chunks and are output.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0
     without noise; in same_step every step sees them at its own noise level"""
-    container: Annotated[str | None, Flag()] = None
-    """which tensors of --weights: generator, generator_ema, ... (default: the usual)"""
     architecture: Annotated[Path | None, Flag("--model-config")] = None
     """config.json of diffusers, for what shapes cannot tell (the number of heads)"""
     shift: _Number = None

@@ -18,7 +18,7 @@ from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models.loader import Kernels, ModelLoader
+from streamdiff.models.loader import PARTS, Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _OWN_AFFAIR = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
 """Settings in which ranks may differ."""
 
-_TOLD = ("device", "dtype", "steps", "attention", "compile")
+_TOLD = ("device", "dtype", "steps", "attention", "compile", "lora")
 """Settings that are said at every start; of the others `streamdiff doctor` tells."""
 
 _GRAPH_SESSIONS = 8
@@ -220,20 +220,23 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """
     models = ModelLoader(config, device)
     spec = models.live_spec()
+    models.check_files(*PARTS)
     fault = None if spec.actions is None else "action modules have caches that graphs do not know yet"
     settled = resolve.settle(config, device.type, spec.steps, lambda: fault or compile_fault(device))
+    merged = (resolve.Choice("lora", f"{each.path}:{each.scale:g}", "merged") for each in models.model.loras)
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
+        small = config.latent_space is not None  # only small ones have one
+        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae, small=small)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
     check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]
     runs = stage_blocks(config, sizes, steps, device.type, models.dtype.itemsize)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
-        settled.config, models, sizes, steps, settled.choices, (models.model.note,), settled.cudnn_benchmark,
-        settled.channels_last, decode_latents, runs,
+        settled.config, models, sizes, steps, (*settled.choices, *merged), (models.model.note,),
+        settled.cudnn_benchmark, settled.channels_last, decode_latents, runs,
     )  # fmt: skip
 
 

@@ -71,10 +71,11 @@ MODELS = (
     ("resolve",),
     ("text_encoder", "transformer"),
     ("checkpoint", "tensor_file"),
-    ("hub", "headers"),
+    ("hub",),
     ("catalogue",),
     ("spec",),
     ("camera", "sampling", "weight_files"),
+    ("headers",),
 )
 FLOORS = {
     "streamdiff": PACKAGE,

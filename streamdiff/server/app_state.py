@@ -15,7 +15,7 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.process.supervisor import EngineSupervisor
-from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
+from streamdiff.server.auth import Role, Tokens, link_role, read_snapshot_key, role_of
 from streamdiff.server.jobs import runner as job_runner
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
@@ -124,7 +124,11 @@ class AppState:
 
     def role(self, request: HTTPConnection, session: LiveSession | None = None) -> Role:
         """Role of a caller for a session, or for the server where that is None."""
-        return role_of(_token_of(request), self._tokens, session.tokens if session else None)
+        role = role_of(_token_of(request), self._tokens, session.tokens if session else None)
+        link = request.query_params.get("token") if self.config.serve.view_links else None
+        if link is not None and session is not None:
+            role = max(role, link_role(link, session.id, clock.wall_s(), (self._tokens, session.tokens or Tokens())))
+        return role
 
     def require(self, request: HTTPConnection, needed: Role, session: LiveSession | None = None) -> None:
         """Raises Problem: 401 for a missing or wrong token, 403 for one that is good for less."""
@@ -146,6 +150,8 @@ class AppState:
         if role is Role.NOBODY or (role < needed and _token_of(request) is None):
             said = "This takes a token: send it as `Authorization: Bearer ...`."
             said = said if _token_of(request) is None else "The token is not one that is known here."
+            if self.config.serve.view_links and "token" in request.query_params:
+                said += " The link in `token` has expired, or is not signed for this session, or would let watch alone."
             raise Problem(401, said, _BEARER, code="token")
         if role < needed:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")

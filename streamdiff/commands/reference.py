@@ -302,7 +302,10 @@ def run(job: ReferenceJob) -> int:
             if reading.notice:
                 print(reading.notice)
             reference = replace(reference, embeddings=text.encode(reading.text))
-        decoder = None if job.no_decode else _decoder(plan)
+        decoder = None
+        if not job.no_decode:
+            space = plan.config.latent_space
+            decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -317,11 +320,6 @@ def run(job: ReferenceJob) -> int:
     for path in filter(None, (job.latents_out, job.output if decoder is not None else None)):
         print(f"{path}: {reference.chunks} chunks of {spec.chunk_latents} latent frames")
     return 0
-
-
-def _decoder(plan: LoadPlan) -> PictureDecoder:
-    found, space = plan.models.model.found_vae, plan.config.latent_space
-    return PictureDecoder(load_autoencoder(found, "decoder", plan.device, latent_space=space))
 
 
 def follow(job: ReferenceJob) -> None:
@@ -663,9 +661,8 @@ def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
     rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
     if spec.has_camera:
-        if job.controls is None:  # it stands
-            return None
-        return tensor_file.read_cameras(job.controls, frames, (spec.width, spec.height), chunks=job.chunks or 1)
+        size, read = (spec.width, spec.height), tensor_file.read_cameras
+        return None if job.controls is None else read(job.controls, frames, size, chunks=job.chunks or 1)
     if job.controls is None or rows is None or sizes is None:
         other = f"--controls: {spec.name} takes none; leave it out"
         _refuse_if(job.controls is not None, other, "controls")

@@ -69,7 +69,7 @@ MODELS = (
     ("model",),
     ("autoencoder",),
     ("resolve",),
-    ("text_encoder", "transformer"),
+    ("picture_text", "text_encoder", "transformer"),
     ("checkpoint", "tensor_file"),
     ("hub",),
     ("catalogue",),

@@ -338,9 +338,10 @@ async def get_log(state: State, live: Controlled) -> Response:
     "/{session}/timeline", summary="Let changes come by themselves",
     **operation("steer", 409, 503, 504, body=dependencies.body_of(JSON, timeline_schema())),
 )  # fmt: skip
-async def set_timeline(request: Request, state: State, live: Controlled) -> schemas.TimelineInfo:
+async def set_timeline(request: Request, state: State, live: Steered) -> schemas.TimelineInfo:
     """Replaces the one before; an empty list ends it. Chunks and seconds count from the next chunk that is begun, and
     from 0 after a reset."""
+    live.wheel.check_holder(watcher_of(request, live))
     given = await bodies.read_json(request, MAX_BODY_BYTES)
     try:
         changes = placed(parse_timeline(given), state.manager.ready.chunk_frames / live.fps)
@@ -349,6 +350,8 @@ async def set_timeline(request: Request, state: State, live: Controlled) -> sche
     if (at := next((index for index, each in enumerate(changes) if each.steps is not None), None)) is not None:
         why = "A live session has its steps by its load: change them by PATCH, and leave `steps` out of the timeline."
         raise Problem(422, why, code="timeline", field=f"{at}.steps")
+    for index, each in enumerate(changes):
+        state.manager.words.check(each.prompt or "", f"{index}.prompt")
     await _taken(state, live, SetTimeline(live.id, changes), 422)
     return schemas.TimelineInfo(changes=len(changes))
 

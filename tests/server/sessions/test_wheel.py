@@ -130,12 +130,16 @@ async def test_fifty_watchers_see_who_steers_and_their_places_and_only_the_holde
             assert (refused["type"], refused["code"]) == ("error", "wheel") and "Ada" in refused["message"]
         over_http = await site.http.patch("/api/sessions/default", json={"prompt": "green"})
         assert (over_http.status_code, over_http.json()["code"]) == (409, "wheel")
+        over_http = await site.http.post("/api/sessions/default/timeline", json=[{"at": 1, "prompt": "green"}])
+        assert (over_http.status_code, over_http.json()["code"]) == (409, "wheel")
         assert (live.rev, live.prompt, live.paused) == (before, "blue", False)
         assert not [each for each in site.client.sent[sent:] if isinstance(each, SetPrompt | Reset | SetPaused)]
         assert (await ada.says(PROMPT | {"prompt": "red"}))["stage"] == "accepted"
         header = {"Wheel-Token": ada.token}
         over_http = await site.http.patch("/api/sessions/default", json={"prompt": "green"}, headers=header)
         assert over_http.status_code == 200, "the same holder over HTTP"
+        over_http = await site.http.post("/api/sessions/default/timeline", json=[], headers=header)
+        assert over_http.status_code == 200
         await ada.socket.close()  # without a word
         await bob.socket.message({"type": "wheel", "holder": {"id": bob.id, "name": "Bob"}})
         assert (await bob.says(PROMPT))["stage"] == "accepted"
@@ -260,6 +264,9 @@ async def test_words_that_are_blocked_are_in_no_prompt_and_no_name(tmp_path: Pat
             for method, path in (("PATCH", "/api/sessions/default"), ("POST", "/api/sessions")):
                 refused = await site.http.request(method, path, json={"prompt": text})
                 assert (refused.status_code, refused.json()["code"]) == (422, "blocked_word"), text
+            changes = [{"at": 1, "prompt": "blue"}, {"at": 2, "prompt": text}]
+            refused = await site.http.post("/api/sessions/default/timeline", json=changes)
+            assert (refused.status_code, refused.json()["field"]) == (422, "1.prompt"), text
             assert (await asks(site, "take", name=text)).json()["field"] == "name", text
         assert len(site.state.manager.sessions) == 1 and names((await site.http.get(WHEEL)).json()) == []
         for text in ("a rudely drawn star", "not here", "very good"):

@@ -264,6 +264,8 @@ async def test_words_that_are_blocked_are_in_no_prompt_and_no_name(tmp_path: Pat
             for method, path in (("PATCH", "/api/sessions/default"), ("POST", "/api/sessions")):
                 refused = await site.http.request(method, path, json={"prompt": text})
                 assert (refused.status_code, refused.json()["code"]) == (422, "blocked_word"), text
+            refused = await site.http.post("/v1/videos", json={"prompt": text})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (422, "blocked_word"), text
             changes = [{"at": 1, "prompt": "blue"}, {"at": 2, "prompt": text}]
             refused = await site.http.post("/api/sessions/default/timeline", json=changes)
             assert (refused.status_code, refused.json()["field"]) == (422, "1.prompt"), text

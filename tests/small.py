@@ -21,7 +21,7 @@ from streamdiff.models.spec import ActionModules, ModelSpec
 from streamdiff.models.tiny.model import TEXT_TOKENS, WIDTH, TinyText
 from streamdiff.models.tiny.scene import Scene
 from streamdiff.models.transformer.actions import attach
-from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.models.transformer.wan import WanDenoiser, make_transformer
 from training import model_folder
 from training.scene_rows import row_of
 from training.world.render import render
@@ -91,6 +91,16 @@ def small_transformer(
                 elif name.startswith("condition_embedder.text_embedder"):
                     weight.mul_(2.0)  # texts fill a third of their tokens
     return transformer.eval().requires_grad_(False)
+
+
+def with_camera(small: WanTransformer3DModel) -> WanTransformer3DModel:
+    """The same with the layers of a camera in every block, random ones."""
+    model, draw = make_transformer({**small.config, "camera_channels": 1536}), torch.Generator().manual_seed(3)
+    model.load_state_dict(small.state_dict(), strict=False)
+    for name, weight in model.named_parameters():
+        if "cam" in name or "c2ws" in name:
+            weight.data = torch.randn(weight.shape, generator=draw) * weight.shape[-1] ** -0.5
+    return model.eval().requires_grad_(False)
 
 
 def small_text(seed: int) -> TinyText:

@@ -31,7 +31,7 @@ from streamdiff.models import sampling, tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
-from streamdiff.models.loader import ModelLoader, load_text_encoder
+from streamdiff.models.loader import PARTS, ModelLoader, load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, context_fault, with_window
@@ -302,7 +302,10 @@ def run(job: ReferenceJob) -> int:
             if reading.notice:
                 print(reading.notice)
             reference = replace(reference, embeddings=text.encode(reading.text))
-        decoder = None if job.no_decode else PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device))
+        decoder = None
+        if not job.no_decode:
+            space = plan.config.latent_space
+            decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -431,9 +434,11 @@ def plan_of(job: ReferenceJob) -> LoadPlan:
     if not job.processes:
         config = config.model_copy(update={"stages": 1, "threads": torch.get_num_threads()})
     architecture = None if job.architecture is None else read_object(job.architecture)
-    loader = ModelLoader(config, own_device(config.device), job.container, architecture)
+    loader = ModelLoader(config, own_device(config.device), architecture)
     spec = _spec_of(job, loader.spec)
     _refuse_if(fault := context_fault(spec, config.kv_context), fault or "", "kv_context")
+    used = {"vae": not job.no_decode, "text_encoder": job.prompt_embeds is None}
+    loader.check_files(*(part for part in PARTS if used.get(part, True)))
     schedule = _schedule(job, loader.model, spec)
     _refuse_if(
         schedule.first is not None and spec.first_chunks > 1,
@@ -474,8 +479,9 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
     steps, sigmas, shifts = job.model.timesteps, job.sigmas, job.warp or job.nearest
     if steps is None:
         _refuse_if(
-            shifts or any(each is not None for each in (sigmas, job.first_chunk_steps, job.shift)),
-            "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250",
+            shifts or any(each is not None for each in (sigmas, job.renoise_sigmas, job.first_chunk_steps, job.shift)),
+            "--sigmas, --renoise-sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps "
+            "1000,750,500,250",
         )
         _refuse_if(
             not spec.steps, "--steps is missing: the timesteps the model gets, for example 1000,937.5,833.33,625"
@@ -493,6 +499,8 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
     shift = 1.0 if job.shift is None else job.shift
     listed = partial(sampling.published, shift=shift, warp=job.warp, nearest=job.nearest)
     schedule = listed(steps) if sigmas is None else sampling.from_timesteps(steps, sigmas)
+    if job.renoise_sigmas is not None:
+        schedule = replace(schedule, renoise=sampling.without_end(job.renoise_sigmas))
     return schedule if job.first_chunk_steps is None else replace(schedule, first=listed(job.first_chunk_steps))
 
 
@@ -652,6 +660,9 @@ def _read_condition(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
 def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
     rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
+    if spec.has_camera:
+        size, read = (spec.width, spec.height), tensor_file.read_cameras
+        return None if job.controls is None else read(job.controls, frames, size, chunks=job.chunks or 1)
     if job.controls is None or rows is None or sizes is None:
         other = f"--controls: {spec.name} takes none; leave it out"
         _refuse_if(job.controls is not None, other, "controls")

@@ -24,7 +24,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.core import KV_CONTEXTS, Control, KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
-from streamdiff.models.spec import ActionModules, ModelSpec
+from streamdiff.models.spec import CAMERA_CONTROLS, CAMERA_ROWS, ActionModules, ModelSpec
 
 Rope = Literal["absolute", "relative"]
 
@@ -34,8 +34,9 @@ class _Entry(BaseModel):
 
 
 class Architecture(_Entry):
-    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim; `image_dim` is the width of a
-    picture's features in the text's place."""
+    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim; `camera_channels` those that a
+    camera has for each patch, None without one; `image_dim` is the width of a picture's features in the text's
+    place."""
 
     width: int
     ffn_dim: int
@@ -45,12 +46,14 @@ class Architecture(_Entry):
     out_channels: int
     freq_dim: int
     patch: tuple[int, int, int] = (1, 2, 2)
+    camera_channels: int | None = None
     image_dim: int | None = None
     actions: ActionModules | None = None
 
     def arguments(self, text_dim: int) -> dict[str, Any]:
-        """Arguments of diffusers' `WanTransformer3DModel`, for texts of this width."""
-        return {
+        """Arguments of `transformer.wan.make_transformer`, for texts of this width."""
+        camera = {} if self.camera_channels is None else {"camera_channels": self.camera_channels}
+        return camera | {
             "patch_size": self.patch,
             "num_attention_heads": self.heads,
             "attention_head_dim": self.width // self.heads,
@@ -150,6 +153,7 @@ class Sampling(_Entry):
     keep_end: bool = False
     timestep_dtype: Literal["exact", "bfloat16"] = "exact"
     first_noise_scale: float = 1.0
+    truncated: bool = False
 
     def schedule(self) -> Schedule:
         """Timesteps and noise levels of the denoise steps, with those of the first chunk where it has its own.
@@ -223,9 +227,11 @@ class Switches(_Entry):
 
 
 class Positions(_Entry):
-    """Rotary positions as published, and others that the authors offer."""
+    """Rotary positions as published, and others that the authors offer; `count` is the length of the authors' table, as
+    far as a stream longer than that would be read beyond it."""
 
     published: Rope
+    count: int | None = None
     works: tuple[Rope, ...] = ()
 
 
@@ -306,7 +312,8 @@ def find(name: str) -> CatalogueEntry:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(entry.name for entry in listed())}"
+    clips = " It makes whole clips and cannot stream" if near and known[near[0]].kind != "causal" else ""
+    hint = f"did you mean {near[0]}?{clips}" if near else f"known are {', '.join(entry.name for entry in listed())}"
     raise ConfigError(f"no model is called {name!r}; {hint}")
 
 
@@ -378,6 +385,7 @@ def make_spec(
     known = entry or usual
     _, pictures, text = parts_of(known)
     beside = architecture["in_channels"] - architecture["out_channels"]
+    camera = architecture.get("camera_channels") is not None
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
@@ -395,8 +403,9 @@ def make_spec(
         text_shape=(text.tokens, architecture["text_dim"]),
         condition_channels=beside if beside == architecture["out_channels"] + pictures.temporal else 0,
         actions=actions,
-        action_rows=None if actions is None else actions.rows,
-        kv_contexts=KV_CONTEXTS if actions is None else ("clean",),
+        action_rows=CAMERA_ROWS if camera else None if actions is None else actions.rows,
+        controls=CAMERA_CONTROLS if camera else (),
+        kv_contexts=("clean",) if camera or actions is not None else KV_CONTEXTS,
     )
     if entry is None or entry.stream is None:
         return spec
@@ -412,6 +421,7 @@ def make_spec(
         adaptive_sink=stream.sink_value if stream.sink_policy == "adaptive" else None,
         averaged_sink=stream.sink_value if stream.sink_policy == "average" else None,
         rope=entry.positions.published,
+        positions=entry.positions.count,
         steps=tuple(schedule.steps for schedule in schedules),
         schedules=schedules,
         context_sigma=(context.noise or 0.0) / 1000,
@@ -419,7 +429,7 @@ def make_spec(
         context_pictures=context.pictures,
         kv_contexts=(context.default, *context.works) if context.only else spec.kv_contexts,
         switch=entry.switches.own,
-        controls=entry.controls if actions is not None else (),
+        controls=entry.controls if actions is not None else spec.controls,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
 

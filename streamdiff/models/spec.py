@@ -75,6 +75,17 @@ class ActionModules:
     rows: ActionRows
 
 
+CAMERA_ROWS = ActionRows(window=1, stride=1, width=16)
+"""What of a chunk's cameras goes with it: see `models.camera`."""
+CAMERA_CONTROLS = (
+    Control("forward", keys=("KeyS", "KeyW")),
+    Control("right", keys=("KeyA", "KeyD")),
+    Control("look_right", keys=("KeyJ", "KeyL", "ArrowLeft", "ArrowRight", "MouseX")),
+    Control("look_up", keys=("KeyK", "KeyI", "ArrowDown", "ArrowUp", "-MouseY")),
+)
+"""What steers a camera, as `models.camera.held_cameras` takes it."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Facts about a model that everyone plans with; what a model's file says of them is checked
@@ -82,7 +93,8 @@ class ModelSpec:
     is (text tokens, text width) of a prompt's embeddings; `steps` are the numbers of denoise steps per chunk that
     it has, the one that it was made for first; `context_sigma`, 0 to 1, is the noise level at which the
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
-    positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
+    positions (`absolute`) or stands right before the window (`relative`), `positions` how many latent frames apart
+    anything was in training (None: no end), see `CacheGeometry.sink_at`; `adaptive_sink` is the likeness, -1 to 1,
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
@@ -110,6 +122,7 @@ class ModelSpec:
     clean_window_latents: Count | None = None
     context_sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
     rope: str = "relative"
+    positions: Count | None = None
     adaptive_sink: float | None = None
     averaged_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()
@@ -165,6 +178,11 @@ class ModelSpec:
     def chunk_shape(self) -> tuple[int, int, int, int]:
         """Shape `[C, F, h, w]` of a chunk's latents."""
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
+
+    @property
+    def has_camera(self) -> bool:
+        """Whether what goes to every stage are cameras."""
+        return self.action_rows is not None and self.actions is None
 
     @property
     def control_planes(self) -> int:

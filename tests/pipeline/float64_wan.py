@@ -51,13 +51,17 @@ class PlainWan:
         shift, scale, gate, ff_shift, ff_scale, ff_gate = table + shared
         normal = norm(hidden) * (1 + scale) + shift
         mixed = attention(layer, *self.heads_of(at + "attn1", normal, normal))
-        hidden = hidden + gate * self.linear(at + "attn1.to_out.0", mixed.flatten(1))
+        hidden = self.steered(at, hidden + gate * self.linear(at + "attn1.to_out.0", mixed.flatten(1)))
         normal = norm(hidden) * self.weights[at + "norm2.weight"] + self.weights[at + "norm2.bias"]
         mixed = attend(*self.heads_of(at + "attn2", normal, context))
         hidden = hidden + self.linear(at + "attn2.to_out.0", mixed.flatten(1))
         hidden = self.act(layer, hidden)
         wide = gelu(self.linear(at + "ffn.net.0.proj", norm(hidden) * (1 + ff_scale) + ff_shift))
         return hidden + ff_gate * self.linear(at + "ffn.net.2", wide)
+
+    def steered(self, at: str, hidden: Tensor) -> Tensor:
+        """What a world's controls make of a block's hidden states behind its self-attention; `at` begins its names."""
+        return hidden
 
     def context(self, text: Tensor) -> Tensor:
         """What cross-attention sees `[T, D]`."""

@@ -36,6 +36,7 @@ class ModelSizes:
     out_channels: int
     patch: tuple[int, int, int]
     cross_attn_norm: bool
+    camera_channels: int | None = None
     image_dim: int | None = None
     text_values: int = 0
     decoder: DecoderSizes = NO_DECODER
@@ -79,11 +80,12 @@ class ModelSizes:
 
     @property
     def block_values(self) -> int:
-        """One block: self- and cross-attention with their norms, feed-forward, modulation table."""
+        """One block: self- and cross-attention with their norms, feed-forward, modulation table, camera."""
         width = self.width
+        camera = self._camera_layers * (width**2 + width)
         attention = 4 * (width**2 + width) + 2 * width
         norm = 2 * width if self.cross_attn_norm else 0
-        return 2 * attention + norm + 2 * width * self.ffn_dim + self.ffn_dim + width + 6 * width
+        return camera + 2 * attention + norm + 2 * width * self.ffn_dim + self.ffn_dim + width + 6 * width
 
     def action_values(self, first: int, end: int) -> int:
         """The action modules of blocks `first` to `end` (exclusive)."""
@@ -97,22 +99,29 @@ class ModelSizes:
 
     @property
     def linear_values(self) -> int:
-        """Numbers of a block that can be quantised to 8 bits: the matrices of attention and feed-forward."""
-        return 8 * self.width**2 + 2 * self.width * self.ffn_dim
+        """Numbers of a block that can be quantised to 8 bits: the matrices of attention, feed-forward and camera."""
+        return (8 + self._camera_layers) * self.width**2 + 2 * self.width * self.ffn_dim
 
     @property
     def linear_rows(self) -> int:
         """Rows of these matrices; in 8 bits each has a scale, four bytes, and a zero, one byte."""
-        return 9 * self.width + self.ffn_dim
+        return (9 + self._camera_layers) * self.width + self.ffn_dim
+
+    @property
+    def _camera_layers(self) -> int:
+        """Layers of a block that a camera steers, each D x D."""
+        return 0 if self.camera_channels is None else 4
 
     @property
     def shared_values(self) -> int:
-        """What every stage needs beside its blocks: the projections of time and text, or of a picture's features."""
-        width, image = self.width, self.image_dim
+        """What every stage needs beside its blocks: the projections of time and text, or of a picture's features, and
+        the camera's embedding."""
+        width, image, channels = self.width, self.image_dim, self.camera_channels
         text = (self.text_dim + 1) * width + width**2 + width
         if image is not None:
             text = 2 * image + image**2 + image + image * width + width + 2 * width
-        return width * 6 * width + 6 * width + text
+        camera = 0 if channels is None else (channels + 1) * width + 2 * (width**2 + width)
+        return camera + width * 6 * width + 6 * width + text
 
     @property
     def embed_values(self) -> int:
@@ -124,6 +133,11 @@ class ModelSizes:
     def output_values(self) -> int:
         """Output layer with its modulation, on the last rank."""
         return (self.width + 1) * self.out_channels * prod(self.patch) + 2 * self.width
+
+    def camera_values(self, blocks: int, shares: int = 1) -> int:
+        """What a chunk's cameras do to so many blocks, made once for all its steps: a scale and a shift for each token
+        and channel; a share of the tokens on each of `shares` ranks."""
+        return 0 if self.camera_channels is None else blocks * 2 * self.tokens * self.width // shares
 
     # ---- caches, in numbers ------------------------------------------------------------------------------------
 
@@ -191,6 +205,7 @@ def sizes_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder: Decode
         out_channels=given["out_channels"],
         patch=tuple(given["patch_size"]),
         cross_attn_norm=given["cross_attn_norm"],
+        camera_channels=given.get("camera_channels"),
         image_dim=given.get("image_dim"),
         decoder=decoder,
     )
@@ -242,10 +257,11 @@ SMALL = "taew2_1"
 """The small autoencoder that is proposed where the large one does not fit."""
 
 
-def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None) -> DecoderSizes:
+def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None, *, small: bool = False) -> DecoderSizes:
     """The decoder that the configuration's `vae` means (None: the catalogue's autoencoder `own`), for pictures of
-    `spec`. A file is a small one where its name says so, as the published ones' do; else it is Wan's, as `own` is."""
-    small = any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
+    `spec`. A file is a `small` one, also where its name says so, as the published ones' do; else it is Wan's, as `own`
+    is."""
+    small = small or any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
     config = catalogue.parts().autoencoders[own].config
     if config is None or small or "tae" in Path(vae or "").name.removeprefix(catalogue.RANDOM):
         found = TaehvConfig(spec.latent_channels).decoder(spec.latent_height, spec.latent_width)

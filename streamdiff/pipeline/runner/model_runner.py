@@ -19,7 +19,7 @@ from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.actions import ACTION_MODEL, frame_factors
-from streamdiff.models.transformer.wan import KeyValue, SelfAttention, TokenStates, concat_rows
+from streamdiff.models.transformer.wan import KeyValue, SelfAttention, SteeredText, TokenStates, concat_rows
 from streamdiff.models.transformer.weights import weights_digest
 from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
@@ -34,9 +34,9 @@ from streamdiff.pipeline.kv_cache.over_time import ActionCaches, ActionRow, atte
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.row_faults import ROW_ERRORS, StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage
-from streamdiff.pipeline.runner.graphs import Tensors
+from streamdiff.pipeline.runner.graphs import Tensors, Texts
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, KEPT, STATE, reset, session_state
+from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, DERIVED, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore
 
 _TRIAL = -1
@@ -62,6 +62,12 @@ class StageState:
     """The newest chunk that has written; read only if not `same_step`."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
+    steered: dict[tuple[int, int], list[SteeredText]] = field(default_factory=dict, metadata=DERIVED)
+    """By (chunk, epoch) in flight: the text with what the chunk's cameras do to each block, where that is kept."""
+
+    def derive(self) -> None:
+        """What cameras do is made again. Mutates: self."""
+        self.steered.clear()
 
     def forget_epochs(self, oldest: int) -> None:
         """Drop epochs before `oldest`. Mutates: self."""
@@ -106,6 +112,9 @@ class ModelRunner:
         self.swaps = SwapStore(device)
         """Where sessions lie that are swapped out."""
         self.mover = StateMover(self)
+        self.keeps_cameras = True
+        """Whether what cameras do to the blocks is made once per chunk, not step by step: it takes two numbers of each
+        token and width in every block (5.1 GB of a 14B at 480x832)."""
         self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
         self._pool: CachePool | None = None  # caches that have graphs of CUDA
 
@@ -282,20 +291,45 @@ class ModelRunner:
         metadata: list[AttentionMetadata] = []
         for index, row in enumerate(rows):
             metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
-        texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        done = self.compiled.run(given, texts, metadata) if self.compiled is not None else None
+        texts, camera = self._block_texts(rows, given)
+        done = self.compiled.run(given, texts, metadata) if self.compiled is not None and camera is None else None
         if done is None:
-            text = [concat_rows(layer) for layer in zip(*texts, strict=True)]
+            text = map(concat_rows, zip(*texts, strict=True))  # layer by layer: what cameras do is large
             attention = self.attention.on(metadata)
             if self.group is not None:
                 attention = partial(shared_attention, self.group, attention)
             entered = self.enter(given)
             act = None if self.spec.actions is None else partial(self._act, self._action_rows(rows, metadata), entered)
-            done = self.leave(self.denoiser.run_blocks(entered, text, attention, act))
+            done = self.leave(self.denoiser.run_blocks(entered, text, attention, act, camera))
         for row in rows:
+            if row.clean or (row.last and self.sessions[row.session].same_step):
+                self.sessions[row.session].steered.pop((row.chunk, row.epoch), None)
             if row.chunk < self.spec.first_chunks > 1:
                 self._share(row)
         return done
+
+    def _block_texts(self, rows: Sequence[MicroStep], given: Tensors) -> tuple[Texts, Tensor | None]:
+        """Of each row what its blocks are given beside hidden states; and the rows' camera embedding `[R, L, D]`, where
+        blocks make their own of it step by step. Mutates: the rows' sessions, where it is made once per chunk."""
+        texts = [self.sessions[row.session].text[row.epoch] for row in rows]
+        if not self.denoiser.has_camera:
+            return texts, None
+        if not self.keeps_cameras:
+            return texts, self._camera_embedding(given[2])
+        return [self._steered(row, texts[i], given[2][i : i + 1]) for i, row in enumerate(rows)], None
+
+    def _steered(self, row: MicroStep, text: Sequence[KeyValue], camera: Tensor) -> list[SteeredText]:
+        """The text of a row with what its chunk's cameras do to each block. Mutates: the row's session."""
+        kept, key = self.sessions[row.session].steered, (row.chunk, row.epoch)
+        if key not in kept:
+            embedding, denoiser = self._camera_embedding(camera), self.denoiser
+            kept[key] = [denoiser.steered(denoiser.weights(i), own, embedding) for i, own in enumerate(text)]
+        return kept[key]
+
+    def _camera_embedding(self, cameras: Tensor) -> Tensor:
+        """That of this rank's tokens."""
+        embedding = self.denoiser.camera_embedding(cameras, *self.grid[1:])
+        return embedding if self.group is None else self.group.own_tokens(embedding)
 
     def _action_rows(self, rows: Sequence[MicroStep], metadata: Sequence[AttentionMetadata]) -> list[ActionRow]:
         """What action modules attend with."""

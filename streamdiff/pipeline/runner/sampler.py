@@ -15,8 +15,9 @@ from torch import Tensor
 
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
 from streamdiff.errors import RequestError
-from streamdiff.models import sampling
+from streamdiff.models import camera, sampling
 from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
+from streamdiff.models.camera import Heading
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -205,6 +206,8 @@ class SamplerState:
     """By chunk in flight, or `kept`: what steers it, see `ModelSpec.steering_shape`; empty where nothing does."""
     given_controls: Tensor | None = field(default=None, metadata=DERIVED)
     """By chunk, in place of what is held, see `StreamInputs.controls`."""
+    heading: Heading = field(default=Heading(), metadata=STATE)
+    """Of a model with a camera: where that looks since the latest chunk was admitted."""
     held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
     """The controls that the next chunk gets. A resumed session begins with none."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -233,8 +236,10 @@ class LatentSampler:
         self.sessions: dict[int, SamplerState] = {}
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
-        shape = model.spec.steering_shape
+        spec, shape = model.spec, model.spec.steering_shape
         self._at_rest = None if shape is None else torch.zeros(shape, device=device)
+        if spec.has_camera:
+            self._at_rest = camera.still_cameras(spec.chunk_latents, spec.width, spec.height).to(device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
     def prepare(
@@ -329,10 +334,19 @@ class LatentSampler:
     def _steering(self, session: SamplerState, chunk: int) -> Tensor:
         """What steers a chunk that is admitted now, on the device. Mutates: session."""
         if (given := session.given_controls) is not None:
-            return given[min(chunk, len(given) - 1)].to(self.device, non_blocking=True)
-        vectors = session.held.take(self.spec.chunk_latents, self.spec.controls).to(self.device, non_blocking=True)
-        rows = self.spec.action_rows
+            return self._upload(given[min(chunk, len(given) - 1)])
+        spec = self.spec
+        vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
+        if spec.has_camera:
+            size = spec.width, spec.height
+            own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)
+            return self._upload(own)
+        vectors = self._upload(vectors)
         return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)
+
+    def _upload(self, values: Tensor) -> Tensor:
+        """Values of the host on the device; from memory that is not pinned the host would wait for the copy."""
+        return (values.pin_memory() if self.device.type == "cuda" else values).to(self.device, non_blocking=True)
 
     def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
         """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""
@@ -372,7 +386,7 @@ class LatentSampler:
             x0 = session.given_latents[row.chunk]
         if not row.last:
             fresh = self._noise(row, row.step + 1)
-            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
+            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1, renoise=True))
             return None
         session.video_levels.pop(row.chunk, None)
         if session.live is not None:
@@ -431,15 +445,16 @@ class LatentSampler:
         """Time embedding `[F, D]` of timesteps `[F]`."""
         return self._embed(timesteps[None])[0].to(self.dtype)
 
-    def _sigma(self, row: MicroStep, step: int) -> Tensor | float:
+    def _sigma(self, row: MicroStep, step: int, renoise: bool = False) -> Tensor | float:
         """The noise level of the row's chunk at one of its steps, as `StepLevels.sigma`, or one for all its latent
-        frames; at the first an input may have its own."""
+        frames; at the first an input may have its own. `renoise`: that which its x_t is made with, not x0."""
         session = self.sessions[row.session]
         if (video := session.video_levels.get(row.chunk)) is not None:
             return video.sigmas[step]
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
-        return session.schedule.of(row.chunk).sigmas[step]
+        schedule = session.schedule.of(row.chunk)
+        return schedule.renoise_sigma(step) if renoise else schedule.sigmas[step]
 
     def _prefetched(self, noise: Noise, schedule: Schedule) -> PrefetchedNoise:
         return PrefetchedNoise(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)

@@ -208,7 +208,7 @@ class Engine:
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(steps, kv_context), start=made.start,
         )  # fmt: skip
-        if command.prompt_embeds is not None:
+        if command.prompt_embeds is not None or made.seen is not None:
             session.embeddings = made.conditioning
         else:
             session.encoded = pending.text, made.conditioning
@@ -298,7 +298,8 @@ class Engine:
                 session.set_paused(request.paused)
             case Reset():
                 if request.image is not None or request.no_image:
-                    session.start = pending.made.start
+                    session.start, seen = pending.made.start, pending.made.seen
+                    session.embeddings = session.embeddings if seen is None else seen
                 return session.reset(request.seed, request.request)
             case messages.SetMaxAhead():
                 session.set_max_ahead(request.frames)

@@ -22,6 +22,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import Files
+from streamdiff.models.picture_text import PictureText
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
     ActionModules,
@@ -300,6 +301,8 @@ def load_text_encoder(
             f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
+    if model.entry is not None and catalogue.parts_of(model.entry)[0].image_dim is not None:
+        return PictureText(path, text_shape, device)
     if isinstance(path, Files):
         path = hub.fetch_folder(path)
     length, width = text_shape

@@ -20,6 +20,7 @@ from streamdiff.core import Chunk, Frames, ModelInfo, StreamProgress, min_ahead_
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
+from streamdiff.models.picture_text import PictureText
 from streamdiff.models.sampling import Schedule, blended
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
@@ -75,7 +76,7 @@ class StreamingPipeline(Ring):
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
-            spec.text_shape, spec.chunk_shape, spec.first_chunks, spec.controls,
+            spec.text_shape, spec.chunk_shape, spec.first_chunks, spec.controls, spec.condition_channels > 0,
         )  # fmt: skip
         self.budget, self._workers, self._watchdog_s, self._pictures = budget, workers, watchdog_s, pictures
         self.streams: dict[int, StreamProgress] = {}  # by session
@@ -136,6 +137,11 @@ class StreamingPipeline(Ring):
         if self._pictures is None:
             raise RequestError("image", f"model {self.info.model} encodes no pictures; begin from a prompt alone")
         return self._pictures.encode(picture)
+
+    def see(self, picture: NDArray[np.uint8]) -> Tensor | None:
+        """What a model that has this in a prompt's place sees in a start picture; None: it takes a prompt. From any
+        thread. Raises ConfigError as `PictureText.see`."""
+        return self.text.see(picture) if isinstance(self.text, PictureText) else None
 
     def features_of(
         self,

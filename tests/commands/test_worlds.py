@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from streamdiff.cli import main
 from streamdiff.models.spec import ActionModules, ActionRows
 from streamdiff.models.transformer import actions
+from streamdiff.pipeline.kv_cache import over_time
+from streamdiff.pipeline.kv_cache.over_time import ActionRow
 from streamdiff.pipeline.runner import controls
 from tests.commands.conftest import CHUNK, CHUNKS, SIDE, STEPS, Given, checkpoint
 from tests.models.layouts import original, prefixed
@@ -108,29 +111,34 @@ def test_a_world_equals_its_equations_on_any_number_of_stages(
         assert torch.equal(got, given.latents("--window", str(window), "--stages", stages))
 
 
-def late(track: Tensor, *rest: object) -> Tensor:
-    return controls.tracked_rows(track.roll(1, 0), *rest)  # type: ignore[arg-type]
+FACTORS, ROWS, ATTEND = actions.frame_factors, controls.tracked_rows, over_time.attend_over_time
+
+
+def stuck(rows: list[ActionRow], *rest: Any) -> Tensor:
+    """Always the same slot is written."""
+    metadata = [each.metadata for each in rows]
+    tensors = [each.tensors._replace(slot=torch.zeros_like(each.tensors.slot)) for each in metadata]
+    kept = [each._replace(tensors=own) for each, own in zip(metadata, tensors, strict=True)]
+    return ATTEND([row._replace(metadata=own) for row, own in zip(rows, kept, strict=True)], *rest)
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "broken"),
+    ("place", "broken"),
     [
-        ("streamdiff.commands.reference", "tracked_rows", late),
-        ("streamdiff.pipeline.runner.model_runner", "frame_factors", lambda first, *rest: FACTORS(0, *rest)),
-        ("streamdiff.models.transformer.actions", "_unit", lambda x: x),
+        ("commands.reference.tracked_rows", lambda track, *rest: ROWS(track.roll(1, 0), *rest)),
+        ("pipeline.runner.model_runner.frame_factors", lambda first, *rest: FACTORS(0, *rest)),
+        ("pipeline.runner.model_runner.attend_over_time", stuck),
+        ("models.transformer.actions._unit", lambda x: x),
     ],
-    ids=["a control one row late", "no rotary positions", "no norm"],
+    ids=["a control one row late", "positions of the chunk alone", "caches that do not roll", "no norm"],
 )
 def test_what_is_wrong_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, broken: Callable[..., Tensor]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, broken: Callable[..., Tensor]
 ) -> None:
     given = world(tmp_path)
     plain = given.latents("--window", "6")
-    monkeypatch.setattr(f"{module}.{name}", broken)
+    monkeypatch.setattr(f"streamdiff.{place}", broken)
     assert (given.latents("--window", "6") - plain).abs().max() > 1e-2
-
-
-FACTORS = actions.frame_factors
 
 
 def test_files_and_their_model_belong_together(

@@ -143,9 +143,10 @@ class ModelSizes:
 
     def cache_values(self, blocks: int, *, steps: int, kv_context: str, shares: int = 1) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
-        slots, those of action modules, and the text's for one epoch. Of `shares` ranks that share the stage each keeps
-        that share of the caches' heads, and all of the text. The number of stages does not matter, and a session in few
-        steps keeps as much as in the most that the model has: it may change to them."""
+        slots, those of action modules, which the first blocks have, and the text's for one epoch. Of `shares` ranks
+        that share the stage each keeps that share of the caches' heads, and all of the text. The number of stages does
+        not matter, and a session in few steps keeps as much as in the most that the model has: it may change to
+        them."""
         steps = most_steps(steps, self.spec.steps)
         slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)

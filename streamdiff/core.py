@@ -188,9 +188,9 @@ def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
 class Control:
     """One number that steers a model's world: an `axis`, from -1 to 1, or a `button`, 0 or 1; at rest it is 0. `keys`
     are those that people hold for it, as `KeyboardEvent.code` has them: an axis' for -1 and for 1, in one or more such
-    pairs, a button's one.
-    `whole_chunk`: it is the same in all latent frames of a chunk. `scale` is what 1 is to the model. A button that is
-    `idle` is 1 by itself while every other control is at rest."""
+    pairs, a button's one; after them `MouseX`, `MouseY` or `-MouseY` where the mouse turns the axis. `whole_chunk`: it
+    is the same in all latent frames of a chunk. `scale` is what 1 is to the model. A button that is `idle` is 1 by
+    itself while every other control is at rest."""
 
     name: str
     kind: Literal["axis", "button"] = "axis"

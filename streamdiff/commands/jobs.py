@@ -48,6 +48,11 @@ class GenerateJob(_Job):
     """length (default 10)"""
     prompt_at: Annotated[tuple[str, ...], Flag(metavar="SECONDS:TEXT")] = ()
     """change the prompt at this time; may be given several times"""
+    timeline: _File = None
+    """changes to come, as JSON: [{"at": CHUNK or "seconds": S, "prompt": ..., "over": CHUNKS, "steps": ..., "controls":
+    {...}}, ...]; see docs/replay.md"""
+    replay: _File = None
+    """play a session's log again (.jsonl): the same latents, on any number of --stages; see docs/replay.md"""
     prompts: _File = None
     """many videos by one engine, into the folder --output: a prompt a line, or .jsonl with prompt, seed, seconds, size,
     output (below the folder)"""
@@ -177,8 +182,8 @@ class ReferenceJob(_Job):
     """encoded video that chunks start from instead of noise alone, as `streamdiff encode` writes it: [C, F, h, w], or
     in chunks, see below"""
     strength: Annotated[float | None, Flag(metavar="S")] = None
-    """noise level, 0 to 1, that --video-latents is mixed with for the first step, which is told 1000 S (default: those
-    of the first of --steps)"""
+    """noise level, 0 to 1, that --video-latents is mixed with for the first step, whose timestep is 1000 S (default:
+    those of the first of --steps)"""
     first_steps: _File = None
     """timestep and noise level of each chunk's first step, or of every step, also by latent frame, instead of those of
     --steps and --strength; see below"""
@@ -196,8 +201,6 @@ class ReferenceJob(_Job):
     """finished latents of the stream's first chunks, which it continues from; they count in --chunks and are output.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0
     without noise; in same_step every step sees them at its own noise level"""
-    container: Annotated[str | None, Flag()] = None
-    """which tensors of --weights: generator, generator_ema, ... (default: the usual)"""
     architecture: Annotated[Path | None, Flag("--model-config")] = None
     """config.json of diffusers, for what shapes cannot tell (the number of heads)"""
     shift: _Number = None

@@ -31,7 +31,7 @@ from streamdiff.models import sampling, tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
-from streamdiff.models.loader import ModelLoader, load_text_encoder
+from streamdiff.models.loader import PARTS, ModelLoader, load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, context_fault, with_window
@@ -302,7 +302,10 @@ def run(job: ReferenceJob) -> int:
             if reading.notice:
                 print(reading.notice)
             reference = replace(reference, embeddings=text.encode(reading.text))
-        decoder = None if job.no_decode else PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device))
+        decoder = None
+        if not job.no_decode:
+            space = plan.config.latent_space
+            decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -431,9 +434,11 @@ def plan_of(job: ReferenceJob) -> LoadPlan:
     if not job.processes:
         config = config.model_copy(update={"stages": 1, "threads": torch.get_num_threads()})
     architecture = None if job.architecture is None else read_object(job.architecture)
-    loader = ModelLoader(config, own_device(config.device), job.container, architecture)
+    loader = ModelLoader(config, own_device(config.device), architecture)
     spec = _spec_of(job, loader.spec)
     _refuse_if(fault := context_fault(spec, config.kv_context), fault or "", "kv_context")
+    used = {"vae": not job.no_decode, "text_encoder": job.prompt_embeds is None}
+    loader.check_files(*(part for part in PARTS if used.get(part, True)))
     schedule = _schedule(job, loader.model, spec)
     _refuse_if(
         schedule.first is not None and spec.first_chunks > 1,
@@ -656,9 +661,8 @@ def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
     rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
     if spec.has_camera:
-        if job.controls is None:  # it stands
-            return None
-        return tensor_file.read_cameras(job.controls, frames, (spec.width, spec.height), chunks=job.chunks or 1)
+        size, read = (spec.width, spec.height), tensor_file.read_cameras
+        return None if job.controls is None else read(job.controls, frames, size, chunks=job.chunks or 1)
     if job.controls is None or rows is None or sizes is None:
         other = f"--controls: {spec.name} takes none; leave it out"
         _refuse_if(job.controls is not None, other, "controls")

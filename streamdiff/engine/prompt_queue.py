@@ -116,6 +116,8 @@ class PromptQueue:
         self.lines: dict[str, _Line] = {}
         """Of the sessions whose requests wait, by name."""
         self.texts_encoded = self.pictures_encoded = 0
+        self.ahead: list[Future[Encoded]] = []
+        """Texts of timelines that are being encoded."""
         self._thread: ThreadPoolExecutor | None = None
 
     def __contains__(self, session: str) -> bool:
@@ -148,11 +150,17 @@ class PromptQueue:
         self."""
         answers = [answer for line in self.lines.values() for answer in line.poll(self._submit)]
         self.lines = {name: line for name, line in self.lines.items() if line.pending}
+        self.ahead = [each for each in self.ahead if not each.done()]
         return answers
 
     def encodings(self) -> list[Future[Any]]:
-        """Encodings in progress; when one is done, `poll` returns more."""
-        return [line.encoding for line in self.lines.values() if line.encoding is not None]
+        """Encodings in progress; when one is done, `poll` returns more, or a timeline goes on."""
+        return [*self.ahead, *(line.encoding for line in self.lines.values() if line.encoding is not None)]
+
+    def encode_ahead(self, text: str) -> Future[Encoded]:
+        """Have a text encoded, for later; at once where that is fast. Mutates: self."""
+        self.ahead.append(encoding := self._submit(PendingRequest(StreamCommand(""), text)))
+        return encoding
 
     def close(self) -> None:
         """Forget everything; a text that is being encoded is not waited for. Mutates: self."""

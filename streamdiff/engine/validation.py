@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from streamdiff.core import ModelInfo
 from streamdiff.engine.features import check_together, features_of
-from streamdiff.engine.messages import BLENDS, MAX_BLEND_CHUNKS, Command, Open, Refused, Reset, SetPrompt, Shutdown
+from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, SetPrompt, Shutdown
+from streamdiff.engine.timeline import BLENDS, MAX_BLEND_CHUNKS
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 
 SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
@@ -61,6 +64,11 @@ def check_begin(command: Open | Reset, info: ModelInfo) -> None:
             "image",
             f"the picture is of shape {list(image.shape)}; {info.model} takes [1, {info.height}, {info.width}, 3]",
         )
+
+
+def digest_of(image: Pictures | None) -> str:
+    """SHA-256 of a picture's pixels; "" for none."""
+    return "" if image is None else hashlib.sha256(image.tobytes()).hexdigest()
 
 
 def is_answered(command: Command) -> bool:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
 from streamdiff.models.camera import CHANNELS
-from streamdiff.models.catalogue import Files
+from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.models.picture_text import PictureText
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
@@ -35,13 +35,20 @@ from streamdiff.models.spec import (
     with_size,
     with_window,
 )
-from streamdiff.models.text_encoder import EmbeddingFolder, WanText
+from streamdiff.models.text_encoder import EmbeddingFolder, WanText, check_text_files
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.models.transformer.weights import WanCheckpoint, drawn_transformer, load_transformer, open_transformer
+from streamdiff.models.transformer.weights import (
+    WanCheckpoint,
+    drawn_transformer,
+    load_transformer,
+    open_transformer,
+    plan_transformer,
+)
 
+PARTS = ("weights", "vae", "text_encoder")
 _FINGERPRINT_BYTES = 2**20  # of each file
 
 
@@ -60,18 +67,17 @@ class ModelLoader:
         self,
         config: ModelConfig,
         device: torch.device,
-        container: str | None = None,
         architecture: Mapping[str, Any] | None = None,
     ) -> None:
-        """`container` and `architecture`: see `ResolvedModel`."""
-        self.config, self.device, self._overrides = config, device, (container, architecture)
+        """`architecture`: see `ResolvedModel`."""
+        self.config, self.device, self._architecture = config, device, architecture
         self.dtype, self._usual_dtype = pick_dtype(config.dtype, device), pick_dtype("auto", device)
 
     @cached_property
     def model(self) -> ResolvedModel:
         """Where its parts lie. Fetches published files of the transformer that are not there. ConfigError as
         `resolve_model`."""
-        return resolve_model(self.config, *self._overrides)
+        return resolve_model(self.config, self._architecture)
 
     @property
     def decoder_dtype(self) -> torch.dtype:
@@ -85,11 +91,14 @@ class ModelLoader:
         """The transformer's file, or drawn weights.
 
         Raises:
-            ConfigError: no Wan transformer, or files that cannot be read.
+            ConfigError: no Wan transformer, files that cannot be read, or one of other sizes than the model has.
         """
         model = self.model
         if model.weights is not None:
-            return open_transformer(model.weights, model.container, model.architecture)
+            found = open_transformer(model.weights, model.container, model.architecture, model.usual_container)
+            if model.entry is not None and model.architecture is None:
+                _check_sizes(found, model.entry)
+            return found
         sizes = catalogue.transformer_arguments(catalogue.find(model.name))
         return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
 
@@ -171,6 +180,21 @@ class ModelLoader:
         choose_steps(config.step_count, spec.steps, spec.name)
         return spec
 
+    def check_files(self, *parts: str) -> None:
+        """Open those of `PARTS` that are on disk as loading would, without reading weights; the transformer with its
+        LoRAs.
+
+        Raises:
+            ConfigError: what loading would refuse, but for values.
+        """
+        model = self.model
+        if "weights" in parts and model.weights is not None:
+            plan_transformer(self.checkpoint, loras=model.loras)
+        if "vae" in parts and model.vae is not None and not model.embedded:
+            check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
+        if "text_encoder" in parts and isinstance(model.text_encoder, Path):
+            check_text_files(model.text_encoder, self.spec.text_shape[1])
+
     def digest(self) -> str:
         """Of all configuration files, and of the weights' names, sizes and beginnings."""
         found = hashlib.sha256()
@@ -239,8 +263,39 @@ class ModelLoader:
 
     def picture_encoder(self, spec: ModelSpec) -> ImageEncoder:
         """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
-        load = autoencoder.load_autoencoder
-        return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype), spec)
+        load, space = autoencoder.load_autoencoder, self.config.latent_space
+        return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype, space), spec)
+
+
+def _check_sizes(file: WanCheckpoint, entry: CatalogueEntry) -> None:
+    """Compare a transformer with what the catalogue says of the model. One that is narrower than any published one is a
+    trial's: it may have fewer blocks, too.
+
+    Raises:
+        ConfigError: it is another model's.
+    """
+    wanted, given = catalogue.transformer_arguments(entry), file.architecture
+    widths = [each.width for name, each in catalogue.parts().architectures.items() if name != EMBEDDED]
+    trial = _width(given) < min(widths) and given["num_layers"] <= wanted["num_layers"]
+    names = ("in_channels", "out_channels", "patch_size") + (() if trial else ("num_layers", "ffn_dim", "text_dim"))
+    if any(given[name] != wanted[name] for name in names) or not (trial or _width(given) == _width(wanted)):
+        raise ConfigError(
+            f"{file.checkpoint} is {_sizes(given)}; {entry.name} is {_sizes(wanted)} ({entry.architecture}). Give a "
+            "file of its kind as --weights, or the name of the file's own model as --model"
+        )
+
+
+def _width(architecture: Mapping[str, Any]) -> int:
+    return int(architecture["num_attention_heads"] * architecture["attention_head_dim"])
+
+
+def _sizes(architecture: Mapping[str, Any]) -> str:
+    """What tells one transformer from another, for people."""
+    return (
+        f"a transformer of {architecture['num_layers']} blocks, {_width(architecture)} wide, feed-forward "
+        f"{architecture['ffn_dim']}, {architecture['in_channels']} channels in, {architecture['out_channels']} out, "
+        f"texts {architecture['text_dim']} wide"
+    )
 
 
 def _check_actions(model: ResolvedModel, actions: ActionModules | None) -> None:

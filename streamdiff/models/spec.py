@@ -80,8 +80,8 @@ CAMERA_ROWS = ActionRows(window=1, stride=1, width=16)
 CAMERA_CONTROLS = (
     Control("forward", keys=("KeyS", "KeyW")),
     Control("right", keys=("KeyA", "KeyD")),
-    Control("look_right", keys=("KeyJ", "KeyL", "ArrowLeft", "ArrowRight")),
-    Control("look_up", keys=("KeyK", "KeyI", "ArrowDown", "ArrowUp")),
+    Control("look_right", keys=("KeyJ", "KeyL", "ArrowLeft", "ArrowRight", "MouseX")),
+    Control("look_up", keys=("KeyK", "KeyI", "ArrowDown", "ArrowUp", "-MouseY")),
 )
 """What steers a camera, as `models.camera.held_cameras` takes it."""
 

@@ -69,7 +69,7 @@ def load_rank(plan: LoadPlan) -> LoadedRank:
             text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
             dtype = torch.float32 if plan.reference else plan.models.decoder_dtype
-            reencoder = load_autoencoder(found.found_vae, "both", device, dtype)
+            reencoder = load_autoencoder(found.found_vae, "both", device, dtype, config.latent_space)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
@@ -82,7 +82,8 @@ def load_rank(plan: LoadPlan) -> LoadedRank:
 
 
 def _load_decoder(plan: LoadPlan) -> PictureDecoder:
-    network = load_autoencoder(plan.models.model.found_vae, "decoder", plan.device, plan.models.decoder_dtype)
+    found, space = plan.models.model.found_vae, plan.config.latent_space
+    network = load_autoencoder(found, "decoder", plan.device, plan.models.decoder_dtype, space)
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9.
     if plan.channels_last is not None:
         network.set_channels_last(plan.channels_last)

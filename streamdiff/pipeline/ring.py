@@ -407,6 +407,14 @@ class Ring:
         """
         return self.sampler.sessions[session].held.set(control_values(self.sampler.spec.controls, values))
 
+    def wait_at(self, session: int, chunk: int | None) -> None:
+        """As `StreamBatchScheduler.wait_at`. Mutates: self."""
+        self.scheduler.wait_at(session, chunk)
+
+    def reruns(self, session: int) -> bool:
+        """Whether chunks are to run once more under the present prompt, before another may replace it."""
+        return bool(self.scheduler.session(session).rerun)
+
     def set_epoch(self, session: int, epoch: int) -> None:
         """Chunks admitted from now on belong to `epoch`: the caller has changed what they start from. Mutates: self."""
         self._new_epoch(session, epoch, self.sampler.sessions[session].schedule.steps)

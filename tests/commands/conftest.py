@@ -21,6 +21,16 @@ STEPS = (1000.0, 833.0, 500.0)
 CHUNKS, CHUNK, SIDE, TOKENS = 6, 3, 4, 5
 
 
+def last_of_each(words: list[str]) -> list[str]:
+    """A command line without options, and their values, that come again later, as the command refuses them."""
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    kept = words[: starts[0]]
+    for place, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        if words[place] not in words[end:] or words[place] in ("--prompt-switch", "--lora"):
+            kept += words[place:end]
+    return kept
+
+
 @dataclass
 class Given:
     """A small checkpoint in original Wan's layout, and the files that go with it."""
@@ -41,7 +51,8 @@ class Given:
         there = {option: f"{name}.safetensors" for option, name in optional.items()}
         files |= {option: name for option, name in there.items() if (self.folder / name).exists()}
         said = [part for option, name in files.items() for part in (f"--{option}", str(self.folder / name))]
-        return ["generate", *said, "--steps", steps, "--chunks", str(chunks), "--no-decode", "--overwrite", *extra]
+        words = ["generate", *said, "--steps", steps, "--chunks", str(chunks), "--no-decode", "--overwrite", *extra]
+        return last_of_each(words)
 
     def latents(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> Tensor:
         assert main.main(self.command(*extra, steps=steps, chunks=chunks)) == 0

@@ -257,10 +257,11 @@ SMALL = "taew2_1"
 """The small autoencoder that is proposed where the large one does not fit."""
 
 
-def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None) -> DecoderSizes:
+def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None, *, small: bool = False) -> DecoderSizes:
     """The decoder that the configuration's `vae` means (None: the catalogue's autoencoder `own`), for pictures of
-    `spec`. A file is a small one where its name says so, as the published ones' do; else it is Wan's, as `own` is."""
-    small = any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
+    `spec`. A file is a `small` one, also where its name says so, as the published ones' do; else it is Wan's, as `own`
+    is."""
+    small = small or any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
     config = catalogue.parts().autoencoders[own].config
     if config is None or small or "tae" in Path(vae or "").name.removeprefix(catalogue.RANDOM):
         found = TaehvConfig(spec.latent_channels).decoder(spec.latent_height, spec.latent_width)

@@ -129,7 +129,7 @@ class GraphCache:
     """Captured CUDA graphs by key: a replayed forward is one launch, not thousands.
 
     All are captured before a stream runs: a capture computes nothing, and waits for the device, which in a ring may
-    wait for another rank (docs/decisions/0010-nccl-link.md). Inputs other than caches are copied to static buffers that
+    wait for another rank (docs/decisions/0010-links.md). Inputs other than caches are copied to static buffers that
     graphs share; text keys and values, which are large, only where a row's are others than those of the forward before.
     A replay allocates nothing.
     """

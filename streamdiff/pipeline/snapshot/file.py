@@ -219,11 +219,10 @@ def model_facts(spec: ModelSpec, dtype: object) -> dict[str, Any]:
     return facts
 
 
-def check_model(theirs: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first of a snapshot's `model_facts` that is another one here, by its name."""
+def check_model(theirs: Mapping[str, Any], here: Mapping[str, Any], what: str = "the snapshot") -> None:
+    """Raises ConfigError for the first of the `model_facts` of `what` that is another one here, by its name."""
     for name in sorted({*theirs, *here} - {"weights"}):
         if theirs.get(name) != here.get(name):
-            raise ConfigError(
-                f"{name} is {theirs.get(name)} in the snapshot, but {here.get(name)} here; a session resumes only in "
-                "the model, size and window that it was saved in"
-            )
+            differ = f"{name} is {theirs.get(name)!s:.200} in {what}, but {here.get(name)!s:.200} here"
+            why = f"{differ}; a session goes on only in the model, size and window that it was made in"
+            raise ConfigError(why, field=name, code="model")

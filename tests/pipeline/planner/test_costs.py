@@ -90,10 +90,10 @@ def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> N
         assert sum(row.weights for row in rows) == 2 * stored
         caches = 2 * 2 * sizes.cache_values(sizes.blocks, steps=4, kv_context="same_step")
         assert sum(row.caches for row in rows) == caches
-        assert [row.decoding for row in rows if row.decoding] == [2 * 2 * sizes.decoder.remembered]
-        assert rows[home].decoding
+        assert [row.decoder_state for row in rows if row.decoder_state] == [2 * 2 * sizes.decoder.remembered]
+        assert rows[home].decoder_state
     one_row = Demand(sizes, Storage(2), runs, "head", Workload(4, 1, 4, "same_step", 1)).memory()
-    assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
+    assert [row.forward * 3 for row in one_row] == [row.forward for row in rows[:4]]
 
 
 PROFILE = {

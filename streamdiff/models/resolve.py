@@ -197,8 +197,7 @@ def check_parts(config: ModelConfig) -> None:
         is_name = option == "--vae" and (path in published or catalogue.is_random(path))
         there = [each for each in (path, name) if each and os.path.exists(each)]
         if path and not is_name and not any(os.access(each, os.R_OK) for each in there):
-            why = "which this user may not read" if there else "no such file or folder"
-            raise ConfigError(f"{option} is {path}: {why}")
+            raise ConfigError(f"{option} is {path}: {'it may not be read' if there else 'no such file or folder'}")
 
 
 def completed(config: ModelConfig) -> ModelConfig:

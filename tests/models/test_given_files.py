@@ -232,7 +232,7 @@ def test_doctor_says_what_serve_would(plain: Path, tmp_path: Path, capsys: pytes
     for weights, text, words in (
         (cut, "text", "cut off"),
         (plain, "vae", "no text encoder"),
-        (other, "text", "32 wide"),
+        (other, "text", "d_model is 32"),
     ):
         capsys.readouterr()
         assert main.main([*asked, "--weights", str(weights), "--text-encoder", str(tmp_path / text)]) == main.FAILED

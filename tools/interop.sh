@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Install the third-party clients that tests/interop plays with, where that is ours to do: Node and npm packages
-# (libwebrtc and libdatachannel, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus, Prometheus' promtool, and AIPerf in an environment of its own.
+# (libwebrtc and libdatachannel, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus,
+# Prometheus' promtool, and AIPerf in an environment of its own.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=$(cd "${VENV:-.venv}" && pwd)/bin/python
+python=$(realpath -m "${VENV:-.venv}")/bin/python
 aiperf=$PWD/.venv-aiperf
 cd tests/interop
 

@@ -47,14 +47,17 @@ class Stream:
         Raises:
             RequestError: what cannot be had, by name; what comes before it in this signature is changed.
         """
-        before = (self.prompt, self.controls)
+        # A stream that follows video, or begins again, has nothing made ahead.
+        none_ahead = self.strength is not None or (prompt != self.prompt and switch == "reset")
+        ahead: int | None = 2 * self.session.chunk_frames
+        if none_ahead or (prompt, controls) == (self.prompt, self.controls):
+            ahead = 0
         if prompt != self.prompt:
             self.session.set_prompt(prompt, None if switch == "model" else switch)
             self.prompt = prompt
         if controls != self.controls:
             self.session.control(**dict.fromkeys(self.controls, 0.0) | controls)
             self.controls = dict(controls)
-        ahead: int | None = 0 if before == (prompt, controls) else 2 * self.session.chunk_frames
         if strength != self.strength:
             self.session.video(strength)
             # Without its video no chunk is begun, so this ends.

@@ -59,7 +59,7 @@ class Runner:
         return self("Session", **{"prompt": RED, "model": self.model} | inputs)[0]
 
     def frames(self, session: Any, prompt: str = "", count: int = 20, **inputs: Any) -> np.ndarray:
-        images = self("Frames", session=session, prompt=prompt, count=count, switch="model", **inputs)[0]
+        images = self("Frames", session=session, prompt=prompt, count=count, **{"switch": "model"} | inputs)[0]
         assert (
             images.dtype == torch.float32 and images.shape[1:] == (*SIZE, 3) and 0 <= images.min() <= images.max() <= 1
         )
@@ -119,6 +119,7 @@ def test_runs_continue_one_stream_and_show_the_prompt_of_the_run(run: Runner, mo
     blue = run.frames(session, BLUE)
     last = stream._made - len(stream._frames)
     assert len(blue) == 20 and applied and last - 20 >= applied[0], "none of those made ahead under the prompt before"
+    assert np.array_equal(run.frames(session, RED, 27, switch="reset"), alone(model, RED, 27, seed=3)), "all of it"
 
 
 def test_a_seed_begins_again_on_the_same_model_and_another_model_takes_its_place(

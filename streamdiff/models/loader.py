@@ -123,6 +123,10 @@ class ModelLoader:
             self._check_camera(architecture)
             _check_actions(self.model, actions)
             spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
+            said = self.model.architecture or self.checkpoint.checkpoint.config or {}
+            if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
+                sink = said.get("sink_size")  # in worlds' own configurations
+                spec = replace(spec, window_latents=window, sink_latents=sink if type(sink) is int else 0)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")

@@ -399,6 +399,8 @@ class ServeConfig(_Section):
     """File with the token that is needed to watch."""
     control_token_file: Annotated[str | None, Flag(metavar="FILE", group=ACCESS)] = None
     """File with the token that is needed to steer."""
+    view_links: Annotated[bool, Flag(group=ACCESS, rare=True)] = False
+    """Signed links let watch, until they expire: ?token= in an address, for players and pages that set no headers."""
     log_format: Annotated[Literal["text", "json"], Flag()] = "text"
     """json: one object per line, viewers that connect and leave included."""
     drain_s: float = Field(0.0, ge=0)

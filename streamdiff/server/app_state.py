@@ -125,7 +125,8 @@ class AppState:
     def role(self, request: HTTPConnection, session: LiveSession | None = None) -> Role:
         """Role of a caller for a session, or for the server where that is None."""
         role = role_of(_token_of(request), self._tokens, session.tokens if session else None)
-        if session is not None and (link := request.query_params.get("token")) is not None:
+        link = request.query_params.get("token") if self.config.serve.view_links else None
+        if link is not None and session is not None:
             role = max(role, link_role(link, session.id, clock.wall_s(), (self._tokens, session.tokens or Tokens())))
         return role
 
@@ -149,8 +150,8 @@ class AppState:
         if role is Role.NOBODY or (role < needed and _token_of(request) is None):
             said = "This takes a token: send it as `Authorization: Bearer ...`."
             said = said if _token_of(request) is None else "The token is not one that is known here."
-            if "token" in request.query_params:
-                said += " The link in `?token=` has expired, or is not signed for this session, or lets watch alone."
+            if self.config.serve.view_links and "token" in request.query_params:
+                said += " The link in `token` has expired, or is not signed for this session, or would let watch alone."
             raise Problem(401, said, _BEARER, code="token")
         if role < needed:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")

@@ -14,7 +14,6 @@ from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.auth import Role, Tokens, link_role, read_tokens, role_of
 from tests.server.conftest import CONTROL as SITE_CONTROL
-from tests.server.conftest import VIEW as SITE_VIEW
 from tests.server.conftest import bearer, locked, open_site
 
 VIEW, CONTROL, OWN_VIEW, OWN_CONTROL = (f"{name}-token-of-some-length" for name in ("v", "c", "ov", "oc"))
@@ -59,10 +58,10 @@ def test_a_link_lets_watch_its_session_until_it_expires() -> None:
 
 
 @pytest.mark.slow
-async def test_a_link_shows_a_stream_and_a_picture_and_does_nothing_else(tmp_path: Path) -> None:
+async def test_a_link_shows_a_stream_and_a_picture_where_links_are_taken(tmp_path: Path) -> None:
     expiry = round(time.time()) + 600
     link = {"token": signed("default", expiry, SITE_CONTROL)}
-    async with open_site(locked(tmp_path)) as site:
+    async with open_site(locked(tmp_path, view_links=True)) as site:
         peer = await site.offer()
         sdp = {"Content-Type": "application/sdp"}
         answer = await site.http.post("/whep", params=link, content=peer.pc.localDescription.sdp, headers=sdp)
@@ -77,7 +76,6 @@ async def test_a_link_shows_a_stream_and_a_picture_and_does_nothing_else(tmp_pat
         for refused in (
             await site.http.get("/frame.jpg", params={"token": signed("default", 1, SITE_CONTROL)}),
             await site.http.get("/frame.jpg", params=own),
-            await site.http.get("/frame.jpg", params={"token": SITE_VIEW}),
             await site.http.get(other, params=link),
             await site.http.post("/api/control", params=link, json={"type": "pause", "id": 1}),
             await site.http.patch(other, params=own, json={"fps": 10}),
@@ -86,6 +84,8 @@ async def test_a_link_shows_a_stream_and_a_picture_and_does_nothing_else(tmp_pat
             assert (refused.status_code, refused.json()["code"]) == (401, "token")
         listed = (await site.http.get("/api/sessions", params=link)).json()
         assert opened["id"] not in str(listed), listed
+    async with open_site(locked(tmp_path)) as site:
+        assert (await site.http.get("/frame.jpg", params=link)).status_code == 401
 
 
 def test_tokens_are_read_from_files_and_not_printed(tmp_path: Path) -> None:

@@ -204,8 +204,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     spec = models.live_spec()
     models.check_files(*PARTS)
     settled = resolve.settle(config, device.type, spec.steps, lambda: compile_fault(device))
-    merged = (f"lora: {lora.path}, scale {lora.scale:g}" for lora in models.model.loras)
-    choices = (*map(str, settled.choices), *merged)
+    choices = (*map(str, settled.choices), *(f"lora: {each.path}, scale {each.scale:g}" for each in models.model.loras))
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:

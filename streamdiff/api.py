@@ -1,8 +1,8 @@
 """streamdiff in your own process, in three verbs: open a stream, steer it, take its frames.
 
 - *open*: `open(prompt)`, or `load(path)` from a file that `save` wrote; `stream` opens one and only yields frames.
-- *steer*: `set_prompt`, `set_steps`, `control`, `video` and `feed`, `pause` and `resume`, `reset`, at any time, from
-  any thread.
+- *steer*: `set_prompt`, `set_steps`, `control`, `timeline`, `video` and `feed`, `pause` and `resume`, `reset`, at any
+  time, from any thread.
 - *frames*: iterate over the session; each frame is a uint8 array, made as fast as it is taken.
 
     with streamdiff.open("a red circle") as session:
@@ -35,7 +35,10 @@ from streamdiff.config import RENAMED, ModelConfig
 from streamdiff.config_file import load as load_config
 from streamdiff.core import PROMPT_POLICIES, Control
 from streamdiff.engine import messages
+from streamdiff.engine.change_log import Log, read_log
 from streamdiff.engine.engine import Engine
+from streamdiff.engine.timeline import TimedChange, parse_timeline, placed
+from streamdiff.engine.validation import digest_of
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
 from streamdiff.snapshot_header import read_header, read_saved_session
@@ -113,13 +116,40 @@ class StreamSession:
         Raises:
             RequestError: a prompt, seed or picture that cannot be used; there is no stream then.
         """
+        self._restart(messages.Open(_NAME, prompt, seed, image=self._fitted(image, fit)))
+
+    def _restart(self, opening: messages.Open) -> None:
+        """Raises RequestError as `restart`."""
         if self._is_open:
             self._tell(messages.Close(_NAME))
         self._is_open = self._takes_video = False
         self._failure = ""
         self._frames.clear()
         self._made = 0
-        self._ask(messages.Open(_NAME, prompt, seed, image=self._fitted(image, fit)), "")
+        self._ask(opening, "")
+
+    def replay(self, log: Log | Path | str, image: Image | None = None, fit: str = "cover") -> None:
+        """End the stream, and play that of a log again, a file or one that was read: the same latents, on the same
+        kind of hardware, on any number of stages. `image`: the start picture, if it had one. Frames not taken yet are
+        dropped.
+
+        Raises:
+            ConfigError: it is no log, one that cannot be played again, or of another model, size or weights.
+            RequestError: it is of another picture, or asks for what the model cannot do.
+        """
+        log = log if isinstance(log, Log) else read_log(Path(log))
+        header, picture = log.header, self._fitted(image, fit)
+        self._engine.check_log(header)
+        if digest_of(picture) != header.image:
+            why = f"the log's stream began {'from another' if header.image else 'without a'} picture; give what it had"
+            raise RequestError("image", why, "image")
+        opening = messages.Open(_NAME, header.prompt, header.seed, header.steps, header.kv_context, image=picture)
+        self._restart(opening)
+        if self.text != header.prompt:
+            why = f"the log's prompt {header.prompt[:60]!r} is read as {self.text[:60]!r} by this version"
+            raise RequestError("prompt", why, "model")
+        request = f"log {next(self._numbers)}"
+        self._ask(messages.SetTimeline(_NAME, log.changes, request, 0, as_read=True), request)
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -186,6 +216,28 @@ class StreamSession:
         request = f"control {next(self._numbers)}"
         self._ask(messages.SetControls(_NAME, values, request), request)
 
+    def timeline(self, changes: Sequence[Mapping[str, Any] | TimedChange], *, fps: float | None = None) -> None:
+        """Let changes come by themselves: a list of `{"at": chunk, ...}` or `{"seconds": s, ...}` (docs/replay.md),
+        counted from the next chunk that is begun, and from 0 after a reset; it replaces the one before, and an empty
+        one ends it. `fps`: frames that a second has, if not the model's own rate.
+
+        Raises:
+            RequestError: no such list, or a change that the model cannot do.
+        """
+        request = f"timeline {next(self._numbers)}"
+        placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
+        begin = 0 if not self._made else None
+        self._ask(messages.SetTimeline(_NAME, placed_changes, request, begin), request)
+
+    def log(self) -> bytes:
+        """What has steered the stream since it began or was reset, as a file of JSON lines, which `streamdiff generate
+        --replay` plays again; see docs/replay.md."""
+        with self._lock:
+            self._check_open()
+            (saved,) = self._engine.handle(messages.GetLog(_NAME))
+        assert isinstance(saved, messages.Saved), "it is open"
+        return bytes(saved.data)
+
     def reset(self, seed: int | None = None, *, image: Image | EllipsisType | None = ..., fit: str = "cover") -> None:
         """Restart from the latest prompt, with `seed` or the present one; from the picture `image`, with None from
         none, else from the present one if there is one. Frames not taken yet are dropped.
@@ -230,7 +282,7 @@ class StreamSession:
             self._tell(messages.InputFrames(_NAME, np.stack(fitted)))
 
     def pause(self) -> None:
-        """Make no more chunks; those begun are finished."""
+        """Make no more chunks; one that is begun is finished after `resume`."""
         self._tell(messages.SetPaused(_NAME, True))
 
     def resume(self) -> None:

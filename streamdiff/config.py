@@ -336,7 +336,7 @@ class ServeConfig(_Section):
 
     host: Annotated[str, Flag(metavar="ADDRESS", group=SERVER)] = "127.0.0.1"
     """Address to listen on; with another than loopback others reach the server. 0.0.0.0 is all of IPv4, :: all of
-    IPv6."""
+    IPv6 and IPv4."""
     port: Annotated[int, Flag(group=SERVER)] = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
     name: Annotated[str | None, Flag("--server-name")] = Field(None, pattern=r"^[a-z0-9]{1,32}$")
@@ -399,10 +399,18 @@ class ServeConfig(_Section):
     """File with the token that is needed to watch."""
     control_token_file: Annotated[str | None, Flag(metavar="FILE", group=ACCESS)] = None
     """File with the token that is needed to steer."""
+    view_links: Annotated[bool, Flag(group=ACCESS, rare=True)] = False
+    """Signed links let watch, until they expire: ?token= in an address, for players and pages that set no headers."""
     log_format: Annotated[Literal["text", "json"], Flag()] = "text"
     """json: one object per line, viewers that connect and leave included."""
     drain_s: float = Field(0.0, ge=0)
     """Seconds for which viewers may stay after SIGTERM; no session is opened meanwhile."""
+    session_per_visitor: Annotated[bool, Flag(group=ACCESS)] = False
+    """Who opens the page without naming a session gets one of their own, while there is room."""
+    wheel_idle_s: float = Field(60.0, gt=0, le=86_400)
+    """Seconds after which who has the wheel of a session, and does not steer, loses it."""
+    blocked_words: str | None = None
+    """A file with words, one a line, that prompts of sessions and names of watchers must not have; null: none."""
     handover: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder in which sessions are left at SIGTERM for the next server that has it: same ids, tokens and pictures."""
     keep_s: Annotated[float | None, Flag()] = Field(None, ge=0.1)

@@ -30,11 +30,18 @@ class FakeStream:
     start: Pictures | None = None
     video: list[tuple[int, ...]] = field(default_factory=list)
     chunk: int = 0
+    wait_at: int | None = None
     credit: int = 0
     paused: bool = False
     switch: str = "keep"
     held: dict[str, float] = field(default_factory=dict)
     changes: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a change has to come before the next chunk."""
+        return self.wait_at is not None and self.chunk >= self.wait_at
+
     in_flight: tuple[int, int, Any] | None = None  # chunk, epoch, paint
     steps_left: int = 0
     decoded: deque[Frames] = field(default_factory=deque)
@@ -102,6 +109,18 @@ class FakePipeline:
 
     def next_chunk(self, session: int) -> int:
         return self.streams[session].chunk
+
+    def wait_at(self, session: int, chunk: int | None) -> None:
+        self.streams[session].wait_at = chunk
+
+    def reruns(self, session: int) -> bool:
+        return False
+
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.info.model, "weights": ["painted"]}
+
+    def check_facts(self, theirs: Mapping[str, Any]) -> None:
+        assert theirs == self.facts()
 
     def blended(self, before: Any, after: Any, share: float, along: str) -> Any:
         return tuple(round((1 - share) * one + share * other) for one, other in zip(before, after, strict=True))

@@ -25,11 +25,13 @@ from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
+from streamdiff.pipeline.load_plan import plan_load
 from tests.commands.conftest import last_of_each
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5
 from tests.pipeline.reference import Explicit
+from tests.small import with_camera
 from tests.small_vae import small_wan_autoencoder
 
 pytestmark = pytest.mark.slow
@@ -415,3 +417,32 @@ def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layo
             streamdiff.open(PROMPT, model=str(in_diffusers_layout), **given)
         asked = {name for name, flag in {**options, "rope": "--rope "}.items() if flag in str(caught.value)}
         assert asked == left_out and "--model NAME --weights FILE" in str(caught.value)
+
+
+def test_a_world_begins_with_a_picture_and_obeys_keys(files: Files, tmp_path: Path) -> None:
+    """LingBot-World by its catalogue name: what is seen changes with a key, and not before."""
+    channels = small_wan_autoencoder(num_res_blocks=1).config.z_dim
+    torch.manual_seed(4)
+    sizes = {"num_attention_heads": 1, "attention_head_dim": 128, "in_channels": 2 * channels + 4, "ffn_dim": 64}
+    sizes |= {
+        "out_channels": channels,
+        "text_dim": umt5.WIDTH,
+        "freq_dim": 32,
+        "num_layers": 2,
+        "cross_attn_norm": True,
+    }
+    save_file(original(with_camera(WanTransformer3DModel(**sizes)).state_dict()), tmp_path / "world.safetensors")
+    picture = np.random.default_rng(0).integers(0, 255, (32, 64, 3), dtype=np.uint8)
+    options = {**files.options, "weights": str(tmp_path / "world.safetensors")}
+    seen = []
+    for key in (0.0, 1.0):
+        with streamdiff.open(PROMPT, model="lingbot-world-v2-14b", image=picture, seed=3, **options) as session:
+            frames = list(islice(session, 5))
+            session.control(forward=key)
+            seen.append(np.stack([*frames, *islice(session, 40)]).astype(int))
+    same = (seen[0] == seen[1]).all((1, 2, 3))
+    assert seen[0].std() > 5 and same[:13].all() and not same[-8:].any()
+    plan = plan_load(ModelConfig(name="lingbot-world-v2-14b", dtype="float32", **options), torch.device("cpu"))
+    once = 4 * (2 * 2 * 4 * (4 * 2) * 128)  # scale and shift, blocks, latent frames of 4 x 2 tokens, width
+    least = plan.demand.memory()[0].caches + once
+    assert [plan.kept_cameras(free) for free in (least, least - 1)] == [once, 0]

@@ -79,8 +79,12 @@ def _carry_out(argv: list[str]) -> int:
                 return _reference(arguments, argv) if parser.is_reference(arguments) else _generate(arguments, argv)
         case "plan":
             from streamdiff.commands import plan
+            from streamdiff.models.resolve import check_parts
 
-            return plan.run(_config(arguments).model, _job(jobs.PlanJob, arguments))
+            model = _config(arguments).model
+            if "name" not in model.model_fields_set:
+                check_parts(model)  # the file says which model it is
+            return plan.run(model, _job(jobs.PlanJob, arguments))
         case "doctor":
             from streamdiff.commands import doctor
 
@@ -167,6 +171,14 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         for flag, value in (("--prompt", getattr(arguments, "session.prompt")), ("--prompt-at", arguments.prompt_at)):
             if value is not None:
                 raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
+    if job.replay is not None:
+        told = ("session.prompt", "session.seed", "seconds", "prompt_at", "prompts", "timeline", "model.steps")
+        for name in (*told, "model.kv_context"):
+            if vars(arguments).get(name) is not None:
+                flag = f"--{name.split('.')[-1].replace('_', '-')}"
+                raise ConfigError(f"{flag} does not go with --replay: the log says it", field=name)
+    if job.timeline is not None and (job.prompts is not None or job.prompt_at):
+        raise ConfigError("--timeline is of one video, and says all its prompts; leave --prompts and --prompt-at out")
     _check_model(config)
     videos = generate.planned(config.session, job)  # here too, before ranks are started
     run = partial(generate.run, config, job)
@@ -181,6 +193,8 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         ("--prompts", "one command for each prompt"),
         ("--seconds", "--chunks"),
         ("--prompt-at", "--prompt-switch"),
+        ("--timeline", "--prompt-switch"),
+        ("--replay", "it without them"),
         ("--resume", "it with --prompts instead of them"),
         ("session.image", "--given-latents"),
         ("model.decode_rank", "rank 0, which decodes there, or --seconds"),

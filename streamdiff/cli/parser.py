@@ -192,7 +192,7 @@ def is_reference(arguments: argparse.Namespace) -> bool:
 
 # ---- commands --------------------------------------------------------------------------------------------------
 
-_PLANNED = ("name", "steps", "kv_context", "quantize", "offload", "vae", "size", "window", "sink")
+_PLANNED = ("name", "weights", "steps", "kv_context", "quantize", "offload", "vae", "size", "window", "sink", "rope")
 # The settings that a command takes, as keys or whole sections, and its jobs, whose fields are options.
 _COMMANDS: dict[str, tuple[tuple[str, ...], tuple[type[BaseModel], ...]]] = {
     "serve": (tuple(Config.model_fields), (ServeJob,)),

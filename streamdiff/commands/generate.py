@@ -24,7 +24,9 @@ from streamdiff import api
 from streamdiff.atomic_write import check_parent, exit_on_sigterm
 from streamdiff.commands.jobs import LONGEST_S, GenerateJob
 from streamdiff.config import Config, SessionConfig
+from streamdiff.engine.change_log import Log, read_log
 from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
+from streamdiff.engine.timeline import TimedChange, read_timeline
 from streamdiff.engine.validation import check_prompt
 from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video import picture
@@ -49,13 +51,19 @@ class PromptLine(BaseModel):
 @dataclass(frozen=True)
 class PlannedVideo:
     """A video to be made, of `seconds`; `number` is that of its line, 0 without a list, whose outputs have links
-    followed. `changes` are (seconds from the start, prompt), in order of time."""
+    followed. `changes` are (seconds from the start, prompt), in order of time; `timeline` and `log` as in the job."""
 
     number: int
     line: PromptLine
     output: Path
     seconds: float
     changes: tuple[tuple[float, str], ...] = ()
+    timeline: tuple[TimedChange, ...] = ()
+    log: Log | None = None
+
+    def frames(self, fps: float) -> int:
+        """Frames that are to be made, `fps` per second."""
+        return max(1, round(self.seconds * fps)) if self.log is None else self.log.header.frames
 
 
 def run_as_ranks(
@@ -128,7 +136,9 @@ def planned(start: SessionConfig, job: GenerateJob) -> list[PlannedVideo]:
     if changes and changes[-1][0] >= job.seconds:
         raise ConfigError(f"--prompt-at {changes[-1][0]:g} lies after the end; the video is {job.seconds:g} s long")
     check_target(job.output, job.overwrite)
-    return [PlannedVideo(0, PromptLine(prompt=start.prompt), job.output, job.seconds, changes)]
+    timeline = () if job.timeline is None else read_timeline(job.timeline)
+    log = None if job.replay is None else read_log(job.replay)
+    return [PlannedVideo(0, PromptLine(prompt=start.prompt), job.output, job.seconds, changes, timeline, log)]
 
 
 def _listed(job: GenerateJob, prompts: Path) -> Iterator[PlannedVideo]:
@@ -237,11 +247,11 @@ def run(config: Config, job: GenerateJob) -> int:
     failed: list[str] = []
     with exit_on_sigterm(), api.StreamSession(api.load_model(config.model), None) as session:
         fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
-        total = sum(_frames_in(video.seconds, fps) for video in videos)
+        total = sum(video.frames(fps) for video in videos)
         with tqdm(total=total, unit="frame", dynamic_ncols=True) as bar:
             for video in videos:
                 bar.set_description(video.output.name)
-                end = bar.n + _frames_in(video.seconds, fps)
+                end = bar.n + video.frames(fps)
                 try:
                     _make(session, video, start, image, fps, job.overwrite, bar)
                 except EngineFailure:
@@ -259,10 +269,6 @@ def run(config: Config, job: GenerateJob) -> int:
     for line in failed:
         print(f"streamdiff: failed: {line}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _frames_in(seconds: float, fps: float) -> int:
-    return max(1, round(seconds * fps))
 
 
 def _make(
@@ -288,7 +294,14 @@ def _make(
     size = f"{session.width}x{session.height}"
     if video.line.size not in (None, size):
         raise RequestError("size", f"the size is {video.line.size}; this engine makes {size}")
-    session.restart(video.line.prompt, seed=start.seed if video.line.seed is None else video.line.seed, image=image)
+    if video.log is not None:
+        session.replay(video.log, image)
+        if cut := video.log.header.cut:
+            bar.write(f"the log ends before its stream did: {cut[:200]}", file=sys.stderr)
+    else:
+        session.restart(video.line.prompt, seed=start.seed if video.line.seed is None else video.line.seed, image=image)
+    if video.timeline:
+        session.timeline(video.timeline, fps=fps)
     if session.notice:
         bar.write(f"{line}{session.notice}", file=sys.stderr)
     write_video(video.output, _frames(session, video, fps, bar), fps)
@@ -299,7 +312,7 @@ def _frames(
 ) -> Iterator[NDArray[np.uint8]]:
     """The video's frames; the prompt changes on the way. Mutates: session, bar."""
     due = deque(video.changes)
-    for number, frame in enumerate(islice(session, _frames_in(video.seconds, fps))):
+    for number, frame in enumerate(islice(session, video.frames(fps))):
         while due and due[0][0] * fps <= number:
             notice = session.set_prompt(due.popleft()[1])
             if notice:

@@ -6,18 +6,20 @@ and in the user's own (`streamdiff.api`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from streamdiff.core import Frames
+from streamdiff.core import Frames, control_values
 from streamdiff.engine import messages
+from streamdiff.engine.change_log import LogHeader
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
+from streamdiff.engine.timeline import TimedChange
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
@@ -26,6 +28,7 @@ from streamdiff.engine.validation import (
     check_open,
     check_prompt,
     closed_before,
+    digest_of,
     is_answered,
     reason_of,
     refused,
@@ -102,11 +105,11 @@ class Engine:
         """Carry out queued requests whose parts are encoded; continue swapping, saving and live video where there are
         any, and give the pipeline new prompts, steps and inputs. Mutates: self, pipeline."""
         events: list[Event] = []
-        if self._prompt_queue.lines:
+        if self._prompt_queue.lines or self._prompt_queue.ahead:
             if not self._pipeline.busy:
                 futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
             events += self.settle()
-        self._apply_changes()  # before a session that came back for them is swapped out again
+        events += self._apply_changes()  # before a session that came back for them is swapped out again
         events += self._resting.advance()
         self._pipeline.attend()
         return events
@@ -117,14 +120,20 @@ class Engine:
         events += self._end_failed()
         return events + (self._measured() if any(made.last for made in frames) else [])
 
-    def _apply_changes(self) -> None:
-        """Give the pipeline the prompts, steps and inputs that were accepted. Mutates: the sessions."""
+    def _apply_changes(self) -> list[Event]:
+        """Give the pipeline the prompts, steps and inputs that were accepted, and those of timelines. Mutates: the
+        sessions."""
+        events: list[Event] = []
         for session in self._sessions.values():
-            if session.changes and not self._pipeline.resting.is_away(session.slot):
+            if self._is_due(session):
                 try:
-                    session.apply_pending()
+                    events += session.apply_changes()
                 except SESSION_ERRORS as error:
                     self._note_failure(session.slot, error)
+        return events
+
+    def _is_due(self, session: Session) -> bool:
+        return session.due and not self._pipeline.resting.is_away(session.slot)
 
     def _measured(self) -> list[Event]:
         """The `LoadFigures` event; empty before the first chunk."""
@@ -154,8 +163,9 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
-        changes = any(session.input_changes for session in self._sessions.values())
-        return self._pipeline.busy or bool(self._prompt_queue.lines) or bool(self._resting.saves) or changes
+        changes = any(self._is_due(session) for session in self._sessions.values())
+        queue = self._prompt_queue
+        return self._pipeline.busy or bool(queue.lines or queue.ahead or self._resting.saves) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -207,8 +217,9 @@ class Engine:
             kv_context=kv_context, epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(steps, kv_context), start=made.start,
+            image=digest_of(command.image), steps=steps,
         )  # fmt: skip
-        if command.prompt_embeds is not None:
+        if command.prompt_embeds is not None or made.seen is not None:
             session.embeddings = made.conditioning
         else:
             session.encoded = pending.text, made.conditioning
@@ -222,6 +233,8 @@ class Engine:
         except SESSION_ERRORS as error:
             raise bad_value(error, "session") from error
         self._sessions[session.name] = self._in_slot[slot] = session
+        session.origin = "" if made.video is None else "it began with latents of a video"
+        session.begins()
         return session.open(pending.notice, possible_switches(self._pipeline, slot))
 
     def _choice(self, command: Open) -> tuple[int, str]:
@@ -289,6 +302,12 @@ class Engine:
                 return session.set_input(request.strength, request.request)
             case messages.SetControls():
                 return session.set_controls(request.values, request.request)
+            case messages.SetTimeline():
+                changes = tuple(self._read_changes(session, request))
+                return session.set_timeline(changes, request.begin, self._prompt_queue.encode_ahead, request.request)
+            case messages.GetLog():
+                data = session.log.content(self._pipeline.resting.facts(), self._pipeline.next_chunk(slot))
+                return [messages.Saved(session.name, request.request, data)]
             case InputFrames():
                 if not self._pipeline.resting.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
@@ -298,13 +317,39 @@ class Engine:
                 session.set_paused(request.paused)
             case Reset():
                 if request.image is not None or request.no_image:
-                    session.start = pending.made.start
+                    session.start, session.image = pending.made.start, digest_of(request.image)
+                    if pending.made.seen is not None:
+                        session.embeddings = pending.made.seen
                 return session.reset(request.seed, request.request)
             case messages.SetMaxAhead():
                 session.set_max_ahead(request.frames)
             case messages.Shown():
                 session.shown(request.frames)
         return []
+
+    def _read_changes(self, session: Session, command: messages.SetTimeline) -> Iterator[TimedChange]:
+        """The changes of a timeline, with prompts as texts that the model is given. Raises RequestError for the first
+        that a client could not ask for."""
+        slot, previous, usual = session.slot, session.text or None, ""
+        for change in command.changes:
+            if change.prompt is not None:
+                usual = usual or next(each for each in possible_switches(self._pipeline, slot) if each != "reset")
+                asked = SetPrompt("", change.prompt, "", change.switch or usual, over=change.over, along=change.along)
+                self._pipeline.check_switch(slot, asked.switch)
+                check_blend(asked)
+                previous = self._read(change.prompt, None if command.as_read else previous).text
+                if command.as_read and previous != change.prompt:
+                    why = f"the prompt {change.prompt[:60]!r} is read as {previous[:60]!r} by this version"
+                    raise RequestError("prompt", why, "model")
+                change = replace(change, prompt=previous, switch=asked.switch)  # type: ignore[arg-type]
+            if change.steps is not None:
+                self._pipeline.check_steps(slot, change.steps)
+            control_values(self._pipeline.info.controls, change.controls | change.taps)
+            yield change
+
+    def check_log(self, header: LogHeader) -> None:
+        """Raises ConfigError where the model that is loaded is not that of a log."""
+        self._pipeline.resting.check_facts(header.model)
 
     def _end_failed(self) -> list[Event]:
         """End the sessions that have failed. Mutates: self."""
@@ -422,6 +467,8 @@ class Engine:
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(saved.steps, saved.kv_context),
             start=start if pending.made.start is None else pending.made.start, embeddings=embeddings,
+            image=digest_of(command.image), steps=saved.steps,
+            origin="" if snapshot.tensors.get("video") is None else "it began with latents of a video",
         )  # fmt: skip
         frames = self._resting.retry_after_swap_out(lambda: self._pipeline.resting.load(slot, snapshot))
         session.resume_at(saved, *self._pipeline.resting.progress(slot))

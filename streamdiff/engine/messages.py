@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES, ModelInfo
+from streamdiff.engine.timeline import TimedChange
 
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
 """A file's content."""
-BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
 DEFAULT_STRENGTH = 0.4
 """Noise level of a video input that names none."""
 
@@ -153,6 +153,31 @@ class SetControls(StreamCommand):
 
 
 @dataclass(frozen=True)
+class SetTimeline(StreamCommand):
+    """Play these changes instead of those of a timeline before; none: there is no timeline any more. Chunks count from
+    `begin` on, and after a reset from the stream's beginning; None: from the next one that is admitted. Answered by
+    `Accepted` or `Refused`; each prompt that takes effect is told by `Accepted` without a request. `as_read`: prompts
+    are texts as the model was given them, as a log has them; else each is read after the one before it."""
+
+    changes: tuple[TimedChange, ...]
+    request: str = ""
+    begin: int | None = None
+    as_read: bool = False
+
+    def __post_init__(self) -> None:
+        """Changes as objects, also those that came as JSON."""
+        made = (each if isinstance(each, TimedChange) else TimedChange(**each) for each in self.changes)
+        object.__setattr__(self, "changes", tuple(made))
+
+
+@dataclass(frozen=True)
+class GetLog(StreamCommand):
+    """Tell what has steered the stream since it began. Answered by `Saved` or `Refused`."""
+
+    request: str = ""
+
+
+@dataclass(frozen=True)
 class InputFrames(StreamCommand):
     """The next frames of the session's input, RGB `[n, H, W, 3]` of the model's size, at the rate at which its own are
     shown; the oldest of too many are dropped. Has no answer, but `InputUsed` tells what becomes of them."""
@@ -228,7 +253,8 @@ class Opened(StreamEvent):
 
 @dataclass(frozen=True)
 class Saved(StreamEvent):
-    """A snapshot of the session after the frames of the events before this. `data`: the content of its file."""
+    """A snapshot of the session after the frames of the events before this, or its log. `data`: the content of its
+    file."""
 
     request: str
     data: Data = field(repr=False)

@@ -11,15 +11,18 @@ skipped, never undone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES
+from streamdiff.engine.change_log import ChangeLog
 from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened
+from streamdiff.engine.timeline import TimedChange, Timeline
 from streamdiff.errors import RequestError
 from streamdiff.snapshot_header import SavedStream
 
@@ -41,6 +44,7 @@ class Blend:
     over: int
     along: str
     switch: str
+    text: str = ""
     after: Any = None
     share: int = 0
     chunk: int = -1
@@ -69,6 +73,12 @@ class Session:
     start: Any = None
     """The encoded picture that the pipeline has begun with; a reset begins with it again. It is no JSON: a snapshot has
     it among its tensors."""
+    image: str = ""
+    """SHA-256 of the pixels of that picture; empty where they are not known."""
+    steps: int = 0
+    """Denoise steps of the chunks that are admitted next."""
+    origin: str = ""
+    """Why its streams cannot be made of a prompt, a seed and a picture; empty: they can."""
     embeddings: Any = None
     """Given instead of a text, which is "" as long as they hold. A snapshot has them as it has `start`."""
     encoded: tuple[str, Any] | None = None
@@ -78,12 +88,19 @@ class Session:
     """Why it has failed, until the engine ends it."""
     chunk: int = field(default=-1, init=False)
     """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
+    log: ChangeLog = field(default_factory=ChangeLog, init=False)
+    """What has steered its stream since that began."""
     _pending: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """What was accepted and is not applied yet, in order: by kind (prompt, steps, input) its epoch, and what becomes of
     the past, the steps, or the strength."""
     _blend: Blend | None = field(default=None, init=False)
     _given: Any = field(default=None, init=False)
-    """The conditioning that the pipeline was given last; None: that of the text."""
+    """The conditioning that the pipeline was given last; None, in a resumed session: that of the text."""
+    _timeline: Timeline | None = field(default=None, init=False)
+    _waits_at: int | None = field(default=None, init=False)
+    """The chunk that is not admitted before the next change of a blend or the timeline, as the pipeline was told."""
+    _fed: bool = field(default=False, init=False)
+    """Whether it has a live input."""
     _applied_epoch: int = field(init=False)
     _oldest_epoch: int = field(init=False)
     _skip_epoch: int = field(init=False)
@@ -122,6 +139,18 @@ class Session:
             self.encoded = self.text, self._encode(self.text)
         return self.encoded[1]
 
+    def begins(self) -> None:
+        """Its stream begins with what holds now: so does its log. Mutates: self."""
+        self._given, why = self.conditioning, self.origin or ("video is fed to it" if self._fed else "")
+        if self.embeddings is not None or (self.start is not None and not self.image):
+            why = "it began with embeddings, or with a picture that is not known"
+        self._begin_log(why)
+
+    def _begin_log(self, why: str) -> None:
+        """`why`: the reason why its stream cannot be played again; empty: it can. Mutates: self."""
+        about = {"steps": self.steps, "kv_context": self.kv_context, "image": self.image}
+        self.log = ChangeLog(why, prompt=self.text, seed=self.seed, **about)
+
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
         self._set_frame_credit()
@@ -142,6 +171,7 @@ class Session:
         self.epoch = max(saved.epoch, epoch)
         self._oldest_epoch = self._skip_epoch = oldest_epoch
         self._made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
+        self._begin_log(f"it continues from a snapshot that was taken at chunk {chunk + 1}")
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,
@@ -161,14 +191,12 @@ class Session:
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
         "reset" the stream restarts with it, at once; with `skip` its first frames need not wait for those that
         were made before them; `over` and `along` as in `SetPrompt`."""
-        before = None
-        if over > 1:
-            before = self.conditioning if self._given is None else self._given
+        before = self.conditioning if over > 1 and self._given is None else None
         self.text, self.embeddings = text, None
         if switch == "reset":
             self.reset(None, request)
         else:
-            self._change("prompt", Blend(before, over, along, switch))
+            self._change("prompt", Blend(before, over, along, switch, text))
             if skip:
                 self._skip_epoch = self.epoch
                 self._set_frame_credit()
@@ -195,6 +223,7 @@ class Session:
             RequestError: the model has no such control, or it cannot have that value.
         """
         change = self._pipeline.set_controls(self.slot, values)
+        self.log.hold(self._pipeline.next_chunk(self.slot), values)
         if not self._controlled:
             self._controlled = True
             self._set_frame_credit()
@@ -206,41 +235,120 @@ class Session:
         return [Accepted(self.name, request, self.epoch, "")]
 
     def _change(self, kind: str, value: Any) -> None:
-        """Note what `apply_pending` gives to the pipeline, under the next epoch. Mutates: self."""
-        self.epoch += 1
+        """Note what `apply_pending` gives to the pipeline, under the next epoch; the one before that is for a chunk of
+        the present blend. Mutates: self."""
+        self.epoch += 1 if self._blend is None else 2
         self._pending.pop(kind, None)
         self._pending[kind] = self.epoch, value
 
     @property
     def changes(self) -> bool:
         """Whether something that was accepted is not applied yet, or the next chunk is another one of a blend."""
-        return bool(self._pending) or (
-            self._blend is not None and self._blend.chunk != self._pipeline.next_chunk(self.slot)
-        )
+        return bool(self._pending) or self._blends
 
     @property
-    def input_changes(self) -> bool:
-        """Whether a change of its input is not applied yet; until then the pipeline may wait in vain."""
-        return "input" in self._pending
+    def _blends(self) -> bool:
+        """Whether the next chunk is another one of a blend."""
+        return self._blend is not None and self._blend.chunk != self._pipeline.next_chunk(self.slot)
 
-    def apply_pending(self) -> None:
+    @property
+    def due(self) -> bool:
+        """Whether `apply_changes` has something to do; until then the pipeline may wait in vain."""
+        return (self.changes or self._due_timeline is not None) and not self._pipeline.reruns(self.slot)
+
+    @property
+    def _due_timeline(self) -> Timeline | None:
+        """The timeline, while the next chunk waits for a change of it."""
+        chunk = None if self._timeline is None else self._timeline.chunk
+        return None if chunk is None or chunk > self._pipeline.next_chunk(self.slot) else self._timeline
+
+    def apply_changes(self) -> list[Event]:
+        """Give the pipeline what holds from the next chunk on: what was accepted, then what the timeline has. Each
+        waits until chunks that run once more under the prompt before it have done so, so that it does not matter when
+        it comes. Returns the prompts of the timeline.
+
+        Raises:
+            StreamdiffError, OSError, RuntimeError, ValueError: a prompt of the timeline could not be encoded.
+        """
+        events: list[Event] = []
+        self.apply_pending(in_order=True)
+        while not self._pending and not self._pipeline.reruns(self.slot) and (timeline := self._due_timeline):
+            if (taken := timeline.take()) is None:
+                break
+            events += self._play(*taken)
+        self._wait()
+        return events
+
+    def _play(self, change: TimedChange, conditioning: Any) -> list[Event]:
+        """Carry out a change of the timeline. Mutates: self."""
+        events: list[Event] = []
+        if change.prompt is not None:
+            self.encoded = change.prompt, conditioning
+            switch = change.switch or "keep"
+            events += self.set_prompt(change.prompt, "", "", switch, over=change.over, along=change.along)
+        if change.steps is not None:
+            ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
+            self.set_steps(change.steps, ahead, "")
+        for values in (change.controls, change.taps, dict.fromkeys(change.taps, 0.0)):
+            if values:
+                self.set_controls(values, "")
+        self.apply_pending(in_order=True)
+        return events
+
+    def set_timeline(
+        self, changes: tuple[TimedChange, ...], begin: int | None, encode: Callable[[str], Future[Any]], request: str
+    ) -> list[Event]:
+        """Play these changes, see `SetTimeline`; `encode` encodes a prompt of theirs ahead. Mutates: self."""
+        begin = self._pipeline.next_chunk(self.slot) if begin is None else begin
+        self._timeline = Timeline(changes, begin, encode) if changes else None
+        self._wait()
+        return [Accepted(self.name, request, self.epoch, "")]
+
+    def _wait(self) -> None:
+        """Tell the pipeline which chunk waits for the next change. Mutates: self."""
+        chunks = [] if self._blend is None else [self._blend.chunk + 1]
+        if self._timeline is not None and self._timeline.chunk is not None:
+            chunks.append(self._timeline.chunk)
+        if (chunk := min(chunks, default=None)) != self._waits_at:
+            self._waits_at = chunk
+            self._pipeline.wait_at(self.slot, chunk)
+
+    def apply_pending(self, in_order: bool = False) -> None:
         """Give the pipeline the latest prompt, steps and input that it does not have yet, in the order of their
-        epochs."""
+        epochs; `in_order`: those that may be given now, see `apply_changes`."""
         while self._pending:
+            if (early := self._pipeline.reruns(self.slot)) and in_order:
+                return
+            chunk = self._pipeline.next_chunk(self.slot)
+            if early:
+                self.log.cut(chunk, "a prompt was replaced while the past ran again under it")
             kind = next(iter(self._pending))
-            epoch, value = self._pending.pop(kind)
+            epoch, value = self._pending[kind]
             epoch -= self._epoch_shift
+            if kind == "prompt" and self._blends:  # its last prompt is the same, whenever this one has come
+                self._blend_on(epoch - 1)
+                continue
+            del self._pending[kind]
             if kind == "prompt":
                 self._blend = value
+                if self._given is not None:
+                    value.before = self._given
+                how = {"over": value.over, "along": value.along} if value.over > 1 else {}
+                self.log.add(chunk, prompt=value.text, switch=value.switch, **how)
                 self._blend_on(epoch)
             elif kind == "steps":
+                self.steps = value
+                self.log.add(chunk, steps=value)
                 self._pipeline.set_steps(self.slot, value, epoch=epoch)
             else:
+                self._fed = value is not None
+                self.log.cut(chunk, "video was fed to it from then on")
                 self._pipeline.set_input(self.slot, value, epoch=epoch)
 
-        if self.changes:
+        if self._blends:
             self.epoch += 1
             self._blend_on(self.epoch - self._epoch_shift)
+        self._wait()
 
     def _blend_on(self, epoch: int) -> None:
         """Give the pipeline the conditioning of the next chunk of the blend. Mutates: self."""
@@ -268,11 +376,17 @@ class Session:
         self._oldest_epoch = self.epoch
         self._shown_frames = self._made_frames
         self._pending.pop("prompt", None)
-        self._blend = self._given = None
+        self._blend = None
         self.apply_pending()
+        before, next_chunk = self.log, self._pipeline.next_chunk(self.slot)
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
         self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
         self._pipeline.set_paused(self.slot, self._paused)
+        self.begins()
+        self.log.begin_with(self._pipeline.next_chunk(self.slot), before, next_chunk)
+        if self._timeline is not None:
+            self._timeline = replace(self._timeline, begin=0, place=0)
+        self._wait()
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, self.text)]
 
@@ -321,6 +435,7 @@ class Session:
             for name in applied:
                 del self._control_requests[name]
         self.chunk = chunk
+        self.log.frames += len(pictures)
         self._made_frames += len(pictures)
         self._set_frame_credit()
         events.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from streamdiff.core import ModelInfo
 from streamdiff.engine.features import check_together, features_of
-from streamdiff.engine.messages import BLENDS, MAX_BLEND_CHUNKS, Command, Open, Refused, Reset, SetPrompt, Shutdown
+from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, SetPrompt, Shutdown
+from streamdiff.engine.timeline import BLENDS, MAX_BLEND_CHUNKS
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 
 SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
@@ -44,6 +47,8 @@ def check_open(command: Open, info: ModelInfo) -> None:
     check_together(features, prompt=bool(command.prompt), image=command.image is not None)
     if features.names and command.snapshot is not None:
         raise RequestError(features.names[0], "a session resumed from a snapshot keeps what was saved with it")
+    if info.begins_with_picture and command.image is None and command.snapshot is None:
+        raise RequestError("image", f"{info.model} begins with a picture, which is not given")
     check_begin(command, info)
 
 
@@ -52,11 +57,18 @@ def check_begin(command: Open | Reset, info: ModelInfo) -> None:
     seed, image = command.seed, command.image
     if seed is not None and not 0 <= seed <= MAX_SEED:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
+    if info.begins_with_picture and isinstance(command, Reset) and command.no_image:
+        raise RequestError("image", f"{info.model} begins with a picture; give another one, or keep this one")
     if image is not None and image.shape != (1, info.height, info.width, 3):
         raise RequestError(
             "image",
             f"the picture is of shape {list(image.shape)}; {info.model} takes [1, {info.height}, {info.width}, 3]",
         )
+
+
+def digest_of(image: Pictures | None) -> str:
+    """SHA-256 of a picture's pixels; "" for none."""
+    return "" if image is None else hashlib.sha256(image.tobytes()).hexdigest()
 
 
 def is_answered(command: Command) -> bool:

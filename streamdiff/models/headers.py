@@ -272,6 +272,36 @@ def image_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: in
     return FileSpec("a picture's latents", {"latents": shapes}, max_bytes=most)
 
 
+def condition_contract(chunk_shape: Shape, masks: int) -> FileSpec:
+    """`latents` `[C, F, h, w]` of the picture that a stream begins with, and of what comes after it; `mask`
+    `[masks, F, h, w]`, 1 where they are to be kept, may be left out; `chunk_shape` is `[C, f, h, w]`."""
+    frames = FreeDim("F"), *chunk_shape[2:]
+    tensors: dict[str, tuple[Shape, ...]] = {"latents": ((chunk_shape[0], *frames),), "mask": ((masks, *frames),)}
+    return FileSpec("a picture's condition", tensors, ("mask",))
+
+
+def features_contract(width: int) -> FileSpec:
+    """`clip_features` `[T, width]`, or `[1, T, width]`, of a picture."""
+    rows = FreeDim("T"), width
+    return FileSpec("a picture's features", {"clip_features": (rows, (1, *rows))})
+
+
+def actions_contract(frames: int, keyboard: int, mouse: int) -> FileSpec:
+    """`keyboard` `[n, keyboard]` and, of a model that has one, `mouse` `[n, mouse]`, for each of at least so many
+    `frames` of the video."""
+    count = FreeDim("frames", frames)
+    tensors: dict[str, tuple[Shape, ...]] = {"keyboard": ((count, keyboard),)}
+    return FileSpec("actions", {**tensors, "mouse": ((count, mouse),)} if mouse else tensors)
+
+
+def track_contract(posed: bool) -> FileSpec:
+    """`poses` `[frames, 4, 4]` of a camera for each frame of the video, or of keys `keyboard` `[frames, 8]`, and
+    `intrinsics` `[1 or frames, 4]`, which may be left out with keys."""
+    count = FreeDim("frames")
+    tensors: dict[str, tuple[Shape, ...]] = {"poses": ((count, 4, 4),)} if posed else {"keyboard": ((count, 8),)}
+    return FileSpec("a camera's track", {**tensors, "intrinsics": ((count, 4),)}, () if posed else ("intrinsics",))
+
+
 VIDEO_FILE = FileSpec("frames", {"video": ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)}, max_bytes=MAX_VIDEO_BYTES)
 """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,17 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
+from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import CatalogueEntry, Files
+from streamdiff.models.picture_text import PictureText
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
+    ActionModules,
     ModelSpec,
     ParsedPrompt,
     TextEncoder,
     choose_steps,
+    context_fault,
     parse_size,
     with_size,
     with_window,
@@ -114,11 +119,34 @@ class ModelLoader:
         """
         facts = self.folder_facts
         if facts is None:
-            spec = catalogue.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
+            _, _, architecture, actions = self.checkpoint
+            self._check_camera(architecture)
+            _check_actions(self.model, actions)
+            spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
+
+    def _check_camera(self, architecture: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a world's weights that go by the name of another kind of model, and the other way; and
+        for a camera of another kind."""
+        entry, file, patch = self.model.entry, self.model.weights, architecture["patch_size"]
+        if (channels := architecture.get("camera_channels")) not in (None, wanted := CHANNELS * prod(patch)):
+            raise ConfigError(
+                f"{file} takes {channels} camera channels, and poses are {wanted}; LingBot-World's models for actions "
+                "are not supported",
+                field="model",
+            )
+        own = {} if entry is None else catalogue.transformer_arguments(entry)
+        has, takes = (each.get("camera_channels") is not None for each in (architecture, own))
+        if entry is not None and has != takes:
+            what = ("no camera", "a camera (LingBot-World)")
+            raise ConfigError(
+                f"{file} has {what[has]}, and {entry.name} has {what[takes]}; name the model that the file is of, with "
+                "--model",
+                field="model",
+            )
 
     def live_spec(self) -> ModelSpec:
         """The facts with which the model streams: what the configuration says goes before its own.
@@ -138,6 +166,8 @@ class ModelLoader:
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
+        if fault := context_fault(self.spec, config.kv_context):
+            raise ConfigError(fault, field="kv_context")
         given = _given_stream(config) if unknown else {}
         spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
         if overrides != (None, None, None):
@@ -217,17 +247,16 @@ class ModelLoader:
             quantize=quantize,
         )
         found: Any = weights.config
-        if found.image_dim is not None or found.added_kv_proj_dim is not None:
+        if found.added_kv_proj_dim is not None:
             raise ConfigError(
                 f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
                 "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
-        denoiser = WanDenoiser(weights, len(self.spec.controls))
+        denoiser = WanDenoiser(weights, self.spec.control_planes, self.spec.condition_channels)
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
-                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
-                "gives it, as image-to-video models do; only text to video is supported, which can begin with a "
-                "picture too (--image)"
+                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing gives "
+                f"it: a picture's condition has {self.spec.latent_channels + self.spec.frames_per_latent}"
             )
         denoiser.attention = attention
         return denoiser.fuse()
@@ -267,6 +296,20 @@ def _sizes(architecture: Mapping[str, Any]) -> str:
         f"{architecture['ffn_dim']}, {architecture['in_channels']} channels in, {architecture['out_channels']} out, "
         f"texts {architecture['text_dim']} wide"
     )
+
+
+def _check_actions(model: ResolvedModel, actions: ActionModules | None) -> None:
+    """Raises ConfigError where a file obeys other keys than the model of the catalogue that it is given for."""
+    if model.entry is None:
+        return
+    known = catalogue.parts_of(model.entry)[0].actions
+    found, wanted = ((0, 0) if each is None else (each.keyboard, each.mouse) for each in (actions, known))
+    if found != wanted:
+        raise ConfigError(
+            f"{model.weights} obeys {found[0]} columns of a keyboard and {found[1]} of a mouse, but {model.name} has "
+            f"{wanted[0]} and {wanted[1]}; give the file that belongs to it, or another --model",
+            field="weights",
+        )
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:
@@ -313,6 +356,8 @@ def load_text_encoder(
             f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
+    if model.entry is not None and catalogue.parts_of(model.entry)[0].image_dim is not None:
+        return PictureText(path, text_shape, device)
     if isinstance(path, Files):
         path = hub.fetch_folder(path)
     length, width = text_shape

@@ -41,12 +41,13 @@ from streamdiff.session_state.swap_store import SwapStore
 class LoadedRank:
     """The parts of one rank. `model` is None on a rank that only decodes, a `Model` on rank 0; `decoder` is None where
     another rank decodes. `memory` is what there is for sessions, now that the weights are loaded; `swaps` keeps those
-    that are swapped out."""
+    that are swapped out; `keeps_cameras` as of `ModelRunner`."""
 
     model: StageModel | None
     decoder: PictureDecoder | None
     memory: RankMemory
     swaps: SwapStore
+    keeps_cameras: bool = False
 
 
 def load_rank(plan: LoadPlan) -> LoadedRank:
@@ -75,7 +76,9 @@ def load_rank(plan: LoadPlan) -> LoadedRank:
     free = plan.session_bytes()
     if text is not None and device.type == "cuda":
         free = max(0, free - awaited_bytes(text, device))
-    return LoadedRank(model, decoder, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
+    cameras = plan.kept_cameras(free)
+    memory = RankMemory(free - cameras * plan.graph_rows, remembered + cameras, plan.swap_bytes)
+    return LoadedRank(model, decoder, memory, plan.swap_store(), cameras > 0)
 
 
 def _load_decoder(plan: LoadPlan) -> PictureDecoder:
@@ -154,7 +157,7 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
     parts = links = None
     if loaded.model is not None:
         parts = connect_stage(loaded.model, place, device, watch.enter)
-        parts.stage.swaps = loaded.swaps
+        parts.stage.swaps, parts.stage.keeps_cameras = loaded.swaps, loaded.keeps_cameras
         if context is not None:
             parts.stage.exchange = StoreExchange(context.store)
     else:

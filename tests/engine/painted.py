@@ -120,7 +120,7 @@ class PaintedPipeline(FakePipeline):
 
 def _ready(stream: FakeStream) -> bool:
     waiting = sum(len(piece.pictures) for piece in stream.decoded)
-    admits = not stream.paused and stream.credit - waiting >= CHUNK_FRAMES
+    admits = not stream.paused and not stream.waits and stream.credit - waiting >= CHUNK_FRAMES
     return stream.in_flight is not None or admits
 
 

@@ -25,6 +25,12 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
+    def next_chunk(self, slot: int) -> int:
+        return 0
+
+    def reruns(self, slot: int) -> bool:
+        return False
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(slot: int, *values: object, **named: object) -> None:
             assert slot == SLOT

@@ -61,7 +61,7 @@ INFO = ModelInfo(
     text_shape=TEXT_SHAPE, chunk_shape=CHUNK_SHAPE,
 )  # fmt: skip
 
-CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight")), Control("jump", "button", ("Space",)))
+CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight", "MouseX")), Control("jump", "button", ("Space",)))
 """Of the painter `steered`."""
 
 
@@ -179,7 +179,9 @@ class Painter(FakePipeline):
 
     def _ready(self) -> deque[int]:
         return deque(
-            slot for slot, each in self.streams.items() if not each.paused and each.credit >= self.info.chunk_frames
+            slot
+            for slot, each in self.streams.items()
+            if not each.paused and not each.waits and each.credit >= self.info.chunk_frames
         )
 
     def collect(self, wait_s: float) -> list[Frames]:

@@ -151,6 +151,7 @@ async def test_sessions_are_handed_over_at_sigterm(tmp_path: Path) -> None:
             first.process.send_signal(signal.SIGTERM)
             await page.after(said, {"type": "bye"})
         await asyncio.to_thread(first.process.wait, LIMIT_S)
+        assert first.process.stdout is not None and f"sessions are in {folder}: " in first.process.stdout.read()
     assert {path.stem for path in folder.iterdir()} == {"default", name, held}
     other = (folder / f"{name}.session").read_bytes().replace(name.encode(), b"s-a-other", 1)
     (folder / "s-a-other.session").write_bytes(other.replace(b"scripted", b"somebody"))
@@ -187,18 +188,18 @@ async def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is
     async with open_site(Config(serve=ServeConfig(handover=str(tmp_path))), painter) as site:
         live = site.live
         await site.until(lambda: live.playback.made_frames > 0)
-        plain, refused = live.save, 0
+        plain, refused = live.ask, 0
 
-        async def save(timeout_s: float) -> Any:
+        async def save(command: Any, timeout_s: float) -> Any:
             nonlocal refused
             try:
-                return await plain(timeout_s)
+                return await plain(command, timeout_s)
             except RequestError:
                 refused += 1
                 may_go_on.set()
                 raise
 
-        monkeypatch.setattr(live, "save", save)
+        monkeypatch.setattr(live, "ask", save)
         changing = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
         await site.until(lambda: any(isinstance(each, SetPrompt) for each in site.client.sent))
         await site.state.manager.hand_over()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from streamdiff.config import EMBEDDED
 from streamdiff.device import side_stream
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, hub
+from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import wan
 from streamdiff.models.autoencoder.picture_decoder import Normalisation, VideoAutoencoder
 from streamdiff.models.autoencoder.taehv import (
@@ -38,6 +38,8 @@ from streamdiff.models.transformer.weights import FILE
 from streamdiff.models.weight_files import read_object
 
 WAN_FPS = 16.0
+_CONDITION_LATENTS = 30
+"""With grey after a picture, Wan's encoder sees the picture in the first 29 latent frames; the next ones are alike."""
 Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_autoencoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
@@ -250,17 +252,24 @@ class ImageEncoder:
         1), for RGB `picture` `[H, W, 3]` of the model's size.
 
         The picture stands still in them: it is repeated over all their frames, 9 for a chunk of 3 latent frames of
-        Wan's, as in Krea's server (`release_server.py` of github.com/krea-ai/realtime-video). Waits for the device,
-        whose other streams go on.
+        Wan's, as in Krea's server (`release_server.py` of github.com/krea-ai/realtime-video). For a model with
+        condition channels grey follows it, until latents stay as they are, and the result is `[channels, n, h, w]`, see
+        `sampling.condition`. Waits for the device, whose other streams go on.
 
         Raises:
             ConfigError: an autoencoder without an encoder, or files that cannot be read.
         """
         encoder, spec = self.encoder, self.spec
-        count = spec.first_chunks * spec.chunk_latents
+        is_condition = spec.condition_channels > 0
+        count = _CONDITION_LATENTS if is_condition else spec.first_chunks * spec.chunk_latents
         still = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None]
         with side_stream(encoder.device, after_current=True):
             video = still.to(encoder.device, torch.float32) / 127.5 - 1
             frames = encoder.first_frames + (count - 1) * encoder.temporal
-            latents = encoder.encode(video.expand(-1, -1, frames, -1, -1), encoder.new_encode_memory())[0].float().cpu()
+            video = video.expand(-1, -1, frames, -1, -1)
+            if is_condition:
+                video = torch.cat([video[:, :, :1], torch.zeros_like(video[:, :, 1:])], 2)
+            latents = encoder.encode(video, encoder.new_encode_memory())[0].float().cpu()
+        if is_condition:
+            return sampling.condition(latents, spec.condition_channels - spec.latent_channels)
         return torch.stack(latents.split(spec.chunk_latents, 1))

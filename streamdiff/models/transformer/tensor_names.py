@@ -33,8 +33,10 @@ _OWNERS = frozenset(
 )
 
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# Tables that anybody computes again, and a norm that diffusers once stored and never used.
-_SKIPPED = re.compile(r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$")
+# Tables that anybody computes again, and norms that are stored and not used: one of diffusers', those of actions.
+_SKIPPED = re.compile(
+    r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$|\.action_model\.(img|key)_attn_[qk]_norm\.weight$"
+)
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 

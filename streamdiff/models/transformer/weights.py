@@ -26,16 +26,26 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import LORA_CONTAINERS, Checkpoint, blank_fault, drawn, is_blank, open_checkpoint
-from streamdiff.models.spec import Lora
+from streamdiff.models.spec import ActionModules, ActionRows, Lora
 from streamdiff.models.transformer import quantization
+from streamdiff.models.transformer.actions import attach
 from streamdiff.models.transformer.tensor_names import Names, TensorLocation, block_count, dotted, recognise, translate
-from streamdiff.models.weight_files import Count, fault_list, read_object, some, validated, what_it_holds
+from streamdiff.models.transformer.wan import CAMERA_PATCHES, make_transformer
+from streamdiff.models.weight_files import (
+    Count,
+    Positive,
+    fault_list,
+    read_object,
+    some,
+    validated,
+    what_it_holds,
+)
 
 FILE = "diffusion_pytorch_model.safetensors"
 LARGE = 256 * 2**20
@@ -43,6 +53,7 @@ LARGE = 256 * 2**20
 _SELDOM_S = 10.0  # in a log; a supervisor takes it for a sign of life
 _FIRST_ONLY = ("patch_embedding.", "condition_embedder.time_embedder.")
 _LAST_ONLY = ("proj_out.", "scale_shift_table")
+_TEXT = "condition_embedder.text_embedder."
 _BLOCK = "blocks."
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -52,11 +63,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class WanCheckpoint(NamedTuple):
-    """A Wan transformer's checkpoint: what its names mean, and arguments of diffusers' `WanTransformer3DModel`."""
+    """A Wan transformer's checkpoint: what its names mean, arguments of diffusers' `WanTransformer3DModel`, and the
+    action modules that it has."""
 
     checkpoint: Checkpoint
     names: Names
     architecture: dict[str, Any]
+    actions: ActionModules | None = None
 
 
 def open_transformer(
@@ -71,8 +84,8 @@ def open_transformer(
         source: a file or folder (see `open_checkpoint`), in original Wan's or diffusers' names.
         container: which set of tensors to take from a file with several; None for the `usual` one (see
             `open_checkpoint`).
-        config: of diffusers; goes before the folder's own `config.json`. What neither says is read from
-            the tensors' shapes.
+        config: of diffusers, or original Wan's; goes before the folder's own `config.json`. What neither says is read
+            from the tensors' shapes.
 
     Raises:
         ConfigError: no such file, or one that cannot be used; no Wan transformer, or one whose sizes nothing tells.
@@ -95,10 +108,12 @@ def open_transformer(
         return (rows // source.parts, *rest)
 
     try:
-        architecture = read_architecture(shape, block_count(names.sources), config, checkpoint.config)
+        count = block_count(names.sources)
+        architecture = read_architecture(shape, count, config, checkpoint.config)
+        actions = read_actions(shape, count, config or checkpoint.config)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint}: {error}") from None
-    return WanCheckpoint(checkpoint, names, architecture)
+    return WanCheckpoint(checkpoint, names, architecture, actions)
 
 
 def drawn_transformer(
@@ -107,7 +122,7 @@ def drawn_transformer(
     """The weights of the transformer called `name` of this architecture (arguments of diffusers'
     `WanTransformer3DModel`), drawn on `device`, each when it is asked for."""
     with torch.device("meta"):
-        module = WanTransformer3DModel.from_config(architecture)
+        module = make_transformer(architecture)
     entries = {key: each.to(dtype) for key, each in module.state_dict().items()}
 
     def read(key: str) -> Tensor:
@@ -160,15 +175,18 @@ def plan_transformer(
     Raises:
         ConfigError: as `load_transformer`, but for values.
     """
-    checkpoint, names, architecture = file
+    checkpoint, names, architecture, actions = file
     count = architecture["num_layers"]
     first, last = blocks or (0, count)
     if not 0 <= first < last <= count:
         raise ConfigError(f"{checkpoint}: blocks {first} to {last} are asked for, but there are {count}")
     with torch.device("meta"):
-        model: WanTransformer3DModel = WanTransformer3DModel.from_config(architecture)
+        model = make_transformer(architecture)
+        if actions is not None:
+            attach(model.blocks, actions, architecture["num_attention_heads"] * architecture["attention_head_dim"])
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    left_out = (*(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
+    unused = (_TEXT,) if takes_picture_only(architecture) else ()
+    left_out = (*unused, *(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
     own = tuple(f"{_BLOCK}{number}." for number in range(first, last))
     wanted = {
         name: shape
@@ -184,7 +202,7 @@ def plan_transformer(
 def _check(file: WanCheckpoint, stored: Mapping[str, Tensor], wanted: Shapes, whole: Shapes) -> None:
     """Check names, shapes and dtypes, which needs no weights. Of `stored` only wanted tensors are checked. Raises
     ConfigError that lists all problems."""
-    checkpoint, names, architecture = file
+    checkpoint, names, architecture, _ = file
     shapes, kinds = [], []
     for name, tensor in stored.items():
         source, expected = names.sources[name], wanted[name]
@@ -230,7 +248,7 @@ def _read(
     quantize: str,
 ) -> dict[str, Tensor]:
     """The wanted tensors, of `sizes` in bytes, each brought to its place and form before the next is read."""
-    checkpoint, names, _ = file
+    checkpoint, names, *_ = file
     total = sum(sizes.values())
     often_s = 0.1 if sys.stderr.isatty() else _SELDOM_S
     found, broken, zero = {}, list[str](), list[str]()
@@ -282,14 +300,29 @@ PATCH = (1, 2, 2)
 _PATCHES = "patch_embedding.weight"
 
 
+def _original(*names: str) -> Any:
+    """A field that original Wan's configuration calls otherwise."""
+    return Field(1, validation_alias=AliasChoices(*names))
+
+
+class _Actions(BaseModel):
+    """`action_config` of a `config.json` of Matrix-Game 2, as far as shapes do not tell it."""
+
+    heads_num: Count = 16
+    rope_dim_list: tuple[Count, Count, Count] = (8, 28, 28)
+    rope_theta: Positive = 256.0
+    vae_time_compression_ratio: Count = 4
+
+
 class _Config(BaseModel):
-    """A `config.json` of diffusers, as far as it matters. What it does not say, not even as a default, shapes tell."""
+    """A `config.json` of diffusers or original Wan, as far as it matters. What it does not say, not even as a default,
+    shapes tell."""
 
     patch_size: tuple[Count, Count, Count] = PATCH
-    num_attention_heads: Count = 1
+    num_attention_heads: Count = _original("num_attention_heads", "num_heads")
     attention_head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = HEAD_DIM
-    in_channels: Count = 1
-    out_channels: Count = 1
+    in_channels: Count = _original("in_channels", "in_dim")
+    out_channels: Count = _original("out_channels", "out_dim")
     text_dim: Count = 1
     freq_dim: Count = 1
     ffn_dim: Count = 1
@@ -333,12 +366,12 @@ def read_architecture(shape: Shape, blocks: int, *configs: Mapping[str, Any] | N
     stored = shape(_PATCHES) or ()
     patch = known.get("patch_size") or (stored[2:] if len(stored) == 5 else PATCH)
     flat = prod(patch) if len(stored) == 2 else 1  # a matrix has the patch's pixels beside the channels
-    image = "condition_embedder.image_embedder"
+    image, has_text = "condition_embedder.image_embedder", shape(f"{_TEXT}linear_1.weight") is not None
     found: dict[str, Callable[[], object]] = {
         "patch_size": lambda: patch,
         "in_channels": lambda: size(_PATCHES, 1) // flat,
         "out_channels": lambda: size("proj_out.weight", 0) // prod(patch),
-        "text_dim": lambda: size("condition_embedder.text_embedder.linear_1.weight", 1),
+        "text_dim": lambda: size(*((f"{_TEXT}linear_1.weight", 1) if has_text else (f"{image}.norm1.weight", 0))),
         "freq_dim": lambda: size("condition_embedder.time_embedder.linear_1.weight", 1),
         "ffn_dim": lambda: size("blocks.0.ffn.net.0.proj.weight", 0),
         "num_layers": lambda: blocks,
@@ -349,10 +382,46 @@ def read_architecture(shape: Shape, blocks: int, *configs: Mapping[str, Any] | N
     }
     values: dict[str, Any] = {key: known[key] for key in ("rope_max_seq_len", "eps") if key in known}
     values |= {key: known[key] if key in known else find() for key, find in found.items()}
+    if (channels := size_if_there(f"{CAMERA_PATCHES}.weight", 1)) is not None:
+        values["camera_channels"] = channels
     heads, head_dim = known.get("num_attention_heads"), known.get("attention_head_dim")
     if heads is None or head_dim is None:
         heads, head_dim = _heads(size("blocks.0.attn1.to_q.weight", 0), heads, head_dim)
     return values | {"num_attention_heads": heads, "attention_head_dim": head_dim}
+
+
+def takes_picture_only(architecture: Mapping[str, Any]) -> bool:
+    """Whether its cross-attention sees a picture's features in the text's place."""
+    return architecture.get("image_dim") is not None and architecture.get("added_kv_proj_dim") is None
+
+
+def read_actions(shape: Shape, blocks: int, config: Mapping[str, Any] | None) -> ActionModules | None:
+    """Sizes of the action modules of a model of so many blocks; None: it has none. `config` as of `open_transformer`;
+    what it does not say is as in published files.
+
+    Raises:
+        ConfigError: a tensor is missing, or sizes do not go together.
+    """
+    at = "blocks.{}.action_model."
+    found = [number for number in range(blocks) if shape(at.format(number) + "proj_keyboard.weight") is not None]
+    if not found:
+        return None
+    said = validated(Path("model config"), _Actions, (config or {}).get("action_config") or {})
+    names = "keyboard_embed.0", "keyboard_attn_kv", "proj_keyboard", "mouse_mlp.0"
+    embed, kv, out, mouse = (shape(f"{at.format(found[0])}{name}.weight") for name in names)
+    if embed is None or kv is None or out is None:
+        raise ConfigError(f"of {at.format(found[0])} tensors of the keyboard are missing")
+    (hidden, keyboard), (width, inner), window = embed, out, kv[1] // embed[0]
+    columns = 0 if mouse is None else (mouse[1] - width) // window
+    if inner % said.heads_num or columns < 0:
+        raise ConfigError(
+            f"action modules of {inner} channels and {said.heads_num} heads; say heads_num in a model config"
+        )
+    rows = ActionRows(window, said.vae_time_compression_ratio, keyboard + columns)
+    return ActionModules(
+        tuple(found), said.heads_num, inner // said.heads_num, keyboard, columns, hidden, said.rope_dim_list[0],
+        said.rope_theta, rows,
+    )  # fmt: skip
 
 
 def _heads(width: int, heads: int | None, head_dim: int | None) -> tuple[int, int]:

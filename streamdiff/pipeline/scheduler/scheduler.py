@@ -63,7 +63,7 @@ class SchedulerState:
 
     `rerun` are finished chunks whose clean pass is due once more, oldest first, before a new chunk is admitted; with
     `rerun_as_one` as rows of one forward. While it is `draining` none is, and those in flight wait for no follower.
-    While it is `held`, for a snapshot, nothing of it enters or changes.
+    While it is `held`, for a snapshot, nothing of it enters or changes. No chunk from `wait_at` on is admitted.
     `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
     invalidates it. `waiting_since`: the scheduler's count of forwards of its kind when it last got a row or first had a
     choice; `rows_before`: their row count before that row. `frame_credit`: frames it may still admit.
@@ -91,6 +91,7 @@ class SchedulerState:
     rerun_as_one: bool = field(default=False, metadata=PER_ROW | STATE)
     draining: bool = field(default=False, metadata=PER_ROW | KEPT)
     held: bool = field(default=False, metadata=PER_ROW | DERIVED)
+    wait_at: int | None = field(default=None, metadata=PER_ROW | DERIVED)
     rows_before: int = field(default=0, metadata=PER_ROW | DERIVED)
     choice: int | None = field(default=None, metadata=PER_ROW | DERIVED)
     stale: bool = field(default=True, metadata=PER_ROW | DERIVED)
@@ -145,7 +146,8 @@ class SchedulerState:
     def choose(self) -> int | None:
         """Compute `choice` from the session's state. Changes nothing."""
         count = len(self.chunks)
-        held = bool(self.rerun) or self.draining or self.beginning
+        waits = self.wait_at is not None and self.next_chunk >= self.wait_at
+        held = bool(self.rerun) or self.draining or self.beginning or waits
         may_admit = self.fits and count < self.in_flight_limit and not held
         if self.paused or self.held:
             return None
@@ -404,6 +406,11 @@ class StreamBatchScheduler:
         """As `set_paused`, beside it: for a snapshot, after which the session is as paused as before."""
         state = self._sessions[session]
         state.held, state.stale = held, True
+
+    def wait_at(self, session: int, chunk: int | None) -> None:
+        """Admit no chunk from this one on, as something is to change before; None: nothing is."""
+        state = self._sessions[session]
+        state.wait_at, state.stale = chunk, True
 
     def may_enter(self, session: int) -> bool:
         """Whether something of a session may enter now."""

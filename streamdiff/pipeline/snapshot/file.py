@@ -115,12 +115,19 @@ class Snapshot(SnapshotHeader):
             return None
         return GivenVideo(self.tensors["video"], tuple(self.tensors["video_levels"].tolist()))
 
+    def _start_shape(self, spec: ModelSpec, found: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """Of `start`: latents of the first chunks, or a picture's condition, of any number of latent frames."""
+        if not spec.condition_channels:
+            return spec.first_chunks, *spec.chunk_shape
+        frames = found["start"].shape[1] if "start" in found and found["start"].ndim == 4 else 0
+        return spec.condition_channels, max(1, frames), spec.latent_height, spec.latent_width
+
     def check_loose(self, spec: ModelSpec) -> None:
         """Raises ConfigError where tensors of LOOSE are not such as this model has."""
         found = {name: each for name, each in self.outline.items() if name in LOOSE}
         count = {name: len(each) if each.ndim else 0 for name, each in found.items()}
         known = {
-            "start": torch.empty(spec.first_chunks, *spec.chunk_shape, device=META),
+            "start": torch.empty(self._start_shape(spec, found), device=META),
             "prompt_embeds": torch.empty(spec.text_shape, device=META),
             "video": torch.empty(count.get("video", 0), *spec.chunk_shape, device=META),
             "video_levels": torch.empty(count.get("video", 0), dtype=torch.float64, device=META),
@@ -212,11 +219,10 @@ def model_facts(spec: ModelSpec, dtype: object) -> dict[str, Any]:
     return facts
 
 
-def check_model(theirs: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first of a snapshot's `model_facts` that is another one here, by its name."""
+def check_model(theirs: Mapping[str, Any], here: Mapping[str, Any], what: str = "the snapshot") -> None:
+    """Raises ConfigError for the first of the `model_facts` of `what` that is another one here, by its name."""
     for name in sorted({*theirs, *here} - {"weights"}):
         if theirs.get(name) != here.get(name):
-            raise ConfigError(
-                f"{name} is {theirs.get(name)} in the snapshot, but {here.get(name)} here; a session resumes only in "
-                "the model, size and window that it was saved in"
-            )
+            differ = f"{name} is {theirs.get(name)!s:.200} in {what}, but {here.get(name)!s:.200} here"
+            why = f"{differ}; a session goes on only in the model, size and window that it was made in"
+            raise ConfigError(why, field=name, code="model")

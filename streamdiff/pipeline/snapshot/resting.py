@@ -5,15 +5,16 @@ All are done in the same way. A session is held; COPY_OUT and PUT_BACK travel ar
 every stage acts at the same place of the order: after what has entered before, before what enters later; no stage
 touches what is being sent. To save, a session comes to rest first, as its parts are joined to one file, and each stage
 copies a piece at a time (`StateMover`) while others play. It can be swapped out in mid-chunk, as the head's latents
-stay where they are; each rank keeps its own part. Decision 0045.
+stay where they are; each rank keeps its own part. Decision 0032.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +121,21 @@ class RestingStates:
         ticket = next(self._tickets)
         self._pipeline.tell(kind, replace(update, epoch=ticket))
         return ticket
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same where a log is played again: the model's facts, and digests of the blocks here."""
+        pipeline = self._pipeline
+        facts = model_facts(pipeline.model.spec, pipeline.model.denoiser.dtype)
+        return facts | {"weights": pipeline.stage.weights}
+
+    def check_facts(self, theirs: Mapping[str, Any]) -> None:
+        """Raises ConfigError where `facts` of a log are others here. In a ring each rank knows the weights of its own
+        blocks: the first ones are compared."""
+        check_model(theirs, here := self.facts(), "the log")
+        weights = theirs.get("weights")
+        if not isinstance(weights, list) or not weights or any(map(ne, weights, here["weights"])):
+            why = "the log is of other weights than those that are loaded, though of the same kind of model; load those"
+            raise ConfigError(why, field="weights", code="weights")
 
     # ---- swapping -----------------------------------------------------------------------------------------------
 

@@ -253,6 +253,13 @@ class OutputList(Answer):
     outputs: list[OutputInfo]
 
 
+class TimelineInfo(Answer):
+    """What a session plays from now on."""
+
+    changes: int
+    """of the timeline; 0: there is none"""
+
+
 class EndedSession(Answer):
     """A session that is no more."""
 

@@ -25,7 +25,7 @@ from streamdiff import clock
 from streamdiff.atomic_write import lock_of, open_private, temporary_sibling
 from streamdiff.config import ServeConfig
 from streamdiff.engine.features import Features
-from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Ready
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Ready, Save
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
@@ -236,7 +236,7 @@ class SnapshotKeeper:
         """Keep a session as it is now, if it can be. Mutates: self."""
         resets, record = session.resets, None if self._folder is None else record_of(session)
         try:
-            data = await session.save(SAVE_LIMIT_S) if session.playback.made_frames else b""
+            data = await session.ask(Save(session.id), SAVE_LIMIT_S) if session.playback.made_frames else b""
             if session.resets != resets:
                 return
             if self._folder is not None and record is not None:
@@ -368,7 +368,8 @@ async def _saved(session: LiveSession) -> Data | None:
         async with asyncio.timeout(SAVE_LIMIT_S):
             while True:
                 try:
-                    return await session.save(SAVE_LIMIT_S)
+                    data: Data = await session.ask(Save(session.id), SAVE_LIMIT_S)
+                    return data
                 except RequestError as error:
                     if error.code != "encoding":
                         raise

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
-from streamdiff.engine.messages import Event, FrameBatch, Shown
+from streamdiff.engine.messages import Event, FrameBatch, Save, Shown
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.ring import local_parts
@@ -199,7 +199,7 @@ async def test_a_file_is_taken_from_servers_with_the_same_key_alone_unless_other
     async with open_site(server("one"), pipeline(1)) as site:
         signed = await saved(site, "default", {})
         assert (tmp_path / "one").stat().st_mode & 0o777 == 0o600
-        unsigned = await site.state.manager.get("default").save(60.0)
+        unsigned = await site.state.manager.get("default").ask(Save("default"), 60.0)
         assert (await opened(site, signed)).status_code == 201
         refused = [(await opened(site, data)).json() for data in (unsigned, signed[:-1] + b"\x55")]
         assert [(each["field"], each["code"]) for each in refused] == [

@@ -46,6 +46,7 @@ from streamdiff.models.transformer.weights import (
     load_transformer,
     open_transformer,
     plan_transformer,
+    takes_picture_only,
 )
 
 PARTS = ("weights", "vae", "text_encoder")
@@ -196,7 +197,8 @@ class ModelLoader:
             plan_transformer(self.checkpoint, loras=model.loras)
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
-        if "text_encoder" in parts and isinstance(model.text_encoder, Path):
+        words = "text_encoder" in parts and not takes_picture_only(self.checkpoint.architecture)
+        if words and isinstance(model.text_encoder, Path):
             check_text_files(model.text_encoder, self.spec.text_shape[1])
 
     def digest(self) -> str:

@@ -174,7 +174,7 @@ KINDS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "GGUF": ("a.gguf", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
     "GGUF by another name": ("a.safetensors", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
     "empty": ("a.pt", lambda _: b"", "empty"),
-    "preallocated": ("a.pt", lambda _: bytes(9000), "begins with zeros"),
+    "preallocated": ("a.pt", lambda _: bytes(9000), "only its place was kept"),
     "another ending": ("a.sft", lambda data: data, "rename it"),
     "a blob": ("3f2a", lambda data: data, "rename it"),
 }

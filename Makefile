@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
-SOURCES := streamdiff training tests benchmarks examples deploy
+SOURCES := streamdiff training tests benchmarks examples deploy integrations
 # What the quick loop leaves out; `make test` runs everything but the soak tests.
 QUICK := not slow and not browser and not packaging and not interop
 # They start a browser or a third-party client, which want most of the machine: three files of them run at a time, when
@@ -105,6 +105,7 @@ clean: ## remove what builds and tests leave behind
 
 distclean: clean ## that, and the environment
 	@if [[ -f $(VENV)/pyvenv.cfg ]]; then rm -rf "$(VENV)"; fi
+	@rm -rf .venv-aiperf
 
 environment:
 	@tools/environment.sh run

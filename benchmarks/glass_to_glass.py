@@ -16,6 +16,10 @@ counts from a number's first frame in the camera's preview to its first one in t
 four fields; the frame in which that is seen may be one of the latent frame's four earlier or later.
 
     python -m benchmarks.glass_to_glass --camera --out benchmarks/results/glass_to_glass_camera.json
+
+With `--keys`, how long a key takes to change the picture (`benchmarks.key_to_pixel`).
+
+    python -m benchmarks.glass_to_glass --keys --out benchmarks/results/glass_to_glass_keys.json
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks import camera_code, live_browser, report, time_code
+from benchmarks import camera_code, key_to_pixel, live_browser, report, time_code
 from benchmarks.browser import SERVE, chromium, running_server
 from streamdiff.config import PlaybackConfig
 
@@ -92,9 +96,32 @@ def prompt_to_pixel(prompts: int, settle_s: float, command: Sequence[str] = SERV
         time.sleep(settle_s)
         lags = live_browser._prompt_lags(browser, prompts)
         state = httpx.get(server.url + "api/state", timeout=20).json()
-    names = ("model", "device", "steps", "kv_context", "chunk_frames")
-    engine = {name: state["engine"][name] for name in names}
-    return {"engine": engine, "lead_ms": state["stats"]["lead_ms"], **_spread_ms([1000 * lag for lag in lags])}
+    spread = _spread_ms([1000 * lag for lag in lags])
+    return {"engine": _engine(state), "lead_ms": state["stats"]["lead_ms"], **spread}
+
+
+def key_to_pixel_of(count: int, settle_s: float, command: Sequence[str] = SERVE) -> dict[str, Any]:
+    """Times from `count` keys to their pixels, with what `command` serves, `settle_s` after it is live."""
+    with running_server((*command, "--prompt", key_to_pixel.SCENE)) as server, chromium() as browser:
+        browser.get(server.url)
+        live_browser._until_live(browser)
+        time.sleep(settle_s)
+        browser.set_script_timeout(2 * live_browser.LIMIT_S)
+        found = key_to_pixel.presses(browser, count, live_browser.LIMIT_S)
+        state = httpx.get(server.url + "api/state", timeout=20).json()
+        version = browser.capabilities["browserVersion"]
+    return {
+        "browser": f"Chromium {version}",
+        "engine": _engine(state),
+        "key_to_pixel": _spread_ms([each["pixel"] for each in found]),
+        "parts_ms": key_to_pixel.parts(found) | {"work": state["stats"]["chunk_ms"]},
+        **{name: state["stats"][name] for name in ("lead_ms", "shown_fps", "made_fps")},
+        "presses_ms": [{stage: round(ms, 1) for stage, ms in each.items()} for each in found],
+    }
+
+
+def _engine(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state["engine"][name] for name in ("model", "device", "steps", "kv_context", "chunk_frames")}
 
 
 def camera_to_screen(
@@ -130,10 +157,9 @@ def camera_to_screen(
     times = camera_code.latencies(found["camera"], found["screen"])
     if not times:
         raise SystemExit(f"no number of the camera was seen again: {found}")
-    names = ("model", "device", "steps", "kv_context", "chunk_frames")
     return {
         "browser": f"Chromium {version}",
-        "engine": {name: state["engine"][name] for name in names},
+        "engine": _engine(state),
         "strength": CAMERA_STRENGTH,
         "camera_to_screen": _spread_ms(times),
         "codes": len(found["camera"]),
@@ -172,14 +198,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of the embedded model, for prompts; the painting engine computes nothing (default auto)",
     )
     parser.add_argument("--camera", action="store_true", help="measure the way from the browser's camera instead")
+    parser.add_argument(
+        "--keys", type=int, nargs="?", const=40, help="measure so many presses of a key instead (default 40)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args(argv)
+    if arguments.keys is not None and arguments.keys < 1:
+        parser.error("--keys must be at least 1")
     if arguments.seconds <= 0 or arguments.prompts < 0 or arguments.settle < 0:
         parser.error("--seconds must be above 0, --prompts and --settle at least 0")
     header = report.header(
         sys.argv if argv is None else ["benchmarks.glass_to_glass", *argv], warm_up=f"{arguments.settle:g} s"
     )
     command = (*SERVE, "--device", arguments.device)
+    if arguments.keys:
+        found = key_to_pixel_of(arguments.keys, arguments.settle, command)
+        print(report.table([{"what": "key to pixel", **found["key_to_pixel"]}]))
+        print(f"medians of its parts, ms: {found['parts_ms']}; lead {found['lead_ms']} ms")
+        if arguments.out is not None:
+            report.write_json(arguments.out, header, found)
+        return 0
     if arguments.camera:
         found = camera_to_screen(arguments.seconds, arguments.max_ahead_s, arguments.settle, command)
         print(report.table([{"what": "camera to screen", **found["camera_to_screen"]}]))

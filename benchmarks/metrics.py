@@ -24,12 +24,15 @@ def buffer_name(buffer_s: float) -> str:
 
 
 _SECONDS = (
-    "ttff_s", "ttff_worst_s", "second_chunk_s", "chunk_p50_s", "chunk_p95_s", "chunk_p99_s", "control_p50_s",
+    "ttff_s", "ttff_worst_s", "ttfc_s", "second_chunk_s", "chunk_p50_s", "chunk_p95_s", "chunk_p99_s", "control_p50_s",
     "control_worst_s", "text_s", "step_s", "clean_s", "decode_s", "copy_s", "encode_s", "told_s", "kept_past",
     "running_s", "resumed_s", "resumed_worst_s", "still_s", "load_s", "floor_s", "forward_s",
 )  # fmt: skip
 METRICS: dict[str, Metric] = {
     "fps": Metric("frames/s", "more"),
+    "device_fps": Metric("frames/s", "more"),
+    "rtf": Metric("s/s"),
+    "play_ratio": Metric("of 1", "more"),
     "peak_gib": Metric("GiB", "less"),
     "share": Metric("of 1", "more"),
     "matrix_tflops": Metric("10^12/s", "more"),

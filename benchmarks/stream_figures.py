@@ -5,7 +5,7 @@ Times are seconds on the measuring process's clock. Nothing is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -35,6 +35,14 @@ class Run:
     def frame_times_s(self) -> list[float]:
         """When each frame came, in order."""
         return [piece.at_s for piece in self.arrivals for _ in range(piece.frames)]
+
+    def ends(self) -> Iterator[tuple[float, int]]:
+        """When each whole chunk was there, and how many frames came until then, its own included."""
+        frames = 0
+        for piece in self.arrivals:
+            frames += piece.frames
+            if piece.chunk_s is not None:
+                yield piece.at_s, frames
 
     def first_s(self, chunk: int) -> float:
         """From the request to the first frame of `chunk`."""
@@ -98,7 +106,11 @@ def figures(raw: Raw) -> dict[str, float | None]:
         "fps": steady_fps(raw),
         "ttff_s": median(firsts),
         "ttff_worst_s": max(firsts),
+        "ttfc_s": median([next(run.ends())[0] - run.asked_s for run in raw.openings]),
         "second_chunk_s": median(seconds),
+        "device_fps": steady_fps(raw) / len(raw.peak_bytes),
+        "rtf": raw.playback_fps / steady_fps(raw),
+        "play_ratio": play_ratio(raw.steady, raw.playback_fps),
         **{f"chunk_p{percent}_s": percentile(latencies, percent) for percent in (50, 95, 99)},
         "control_p50_s": median(control) if control else None,
         "control_worst_s": max(control, default=None),
@@ -140,6 +152,17 @@ def _steady(raw: Raw) -> tuple[Arrival, list[Arrival]]:
     if begin is None or not measured:
         raise ValueError(f"no chunk is whole after the {raw.warm_up_chunks} of the warm-up")
     return begin, measured
+
+
+def play_ratio(run: Run, fps: float) -> float | None:
+    """Share of the chunks that are whole when they are due, of a viewer who starts when the first is whole, shows `fps`
+    frames per second and never waits. None: there is one chunk."""
+    (start_s, before), *later = run.ends()
+    met = []
+    for at_s, frames in later:
+        met.append(at_s <= start_s + before / fps + 1e-9)
+        before = frames
+    return sum(met) / len(met) if met else None
 
 
 def stalls(times_s: Sequence[float], fps: float, buffer_s: float) -> tuple[int, float]:

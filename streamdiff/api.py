@@ -281,7 +281,7 @@ class StreamSession:
             self._tell(messages.InputFrames(_NAME, np.stack(fitted)))
 
     def pause(self) -> None:
-        """Make no more chunks; those begun are finished."""
+        """Make no more chunks; one that is begun is finished after `resume`."""
         self._tell(messages.SetPaused(_NAME, True))
 
     def resume(self) -> None:

@@ -109,6 +109,11 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _texts(value: object) -> object:
+    """One text, or several."""
+    return (value,) if isinstance(value, str) else () if value is None else _tuple(value)
+
+
 def _steps(value: object) -> object:
     """A union that pydantic checks by itself would be refused twice."""
     if isinstance(value, list | tuple) and value and all(isinstance(each, int | float) for each in value):
@@ -129,10 +134,16 @@ class ModelConfig(_Section):
     """`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path."""
     weights: Annotated[str | None, Flag(metavar="FILE")] = None
     """The transformer's weights, in any published layout; without a name the model is given by the file's name."""
-    lora: Annotated[str | None, Flag(metavar="FILE[:SCALE]")] = None
-    """A LoRA that is merged into the weights; in place of the published one."""
+    container: Annotated[str | None, Flag()] = None
+    """Which tensors of the weights' file: generator, generator_ema, ...; default: the model's own, else the only known
+    one."""
+    lora: Annotated[tuple[str, ...], BeforeValidator(_texts), Flag(metavar="FILE[:SCALE]")] = ()
+    """A LoRA that is merged into the weights, beside the model's own; may be given several times, they add up. `none`:
+    without the model's own."""
     vae: Annotated[str | None, Flag(metavar="PATH")] = None
     """The autoencoder: a folder, a file or a name; taew2_1 is small; default: the model's own."""
+    latent_space: Annotated[Literal["normalised", "raw"] | None, Flag()] = None
+    """Latents that a small autoencoder's file (TAEHV) takes; default: by its published name."""
     text_encoder: Annotated[str | None, Flag(metavar="PATH")] = None
     """A folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth."""
     preset: Annotated[Literal["default", "plain", "fast"], Flag("--plain --fast", group=MODEL)] = "default"
@@ -325,7 +336,7 @@ class ServeConfig(_Section):
 
     host: Annotated[str, Flag(metavar="ADDRESS", group=SERVER)] = "127.0.0.1"
     """Address to listen on; with another than loopback others reach the server. 0.0.0.0 is all of IPv4, :: all of
-    IPv6."""
+    IPv6 and IPv4."""
     port: Annotated[int, Flag(group=SERVER)] = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
     name: Annotated[str | None, Flag("--server-name")] = Field(None, pattern=r"^[a-z0-9]{1,32}$")
@@ -388,10 +399,18 @@ class ServeConfig(_Section):
     """File with the token that is needed to watch."""
     control_token_file: Annotated[str | None, Flag(metavar="FILE", group=ACCESS)] = None
     """File with the token that is needed to steer."""
+    view_links: Annotated[bool, Flag(group=ACCESS, rare=True)] = False
+    """Signed links let watch, until they expire: ?token= in an address, for players and pages that set no headers."""
     log_format: Annotated[Literal["text", "json"], Flag()] = "text"
     """json: one object per line, viewers that connect and leave included."""
     drain_s: float = Field(0.0, ge=0)
     """Seconds for which viewers may stay after SIGTERM; no session is opened meanwhile."""
+    session_per_visitor: Annotated[bool, Flag(group=ACCESS)] = False
+    """Who opens the page without naming a session gets one of their own, while there is room."""
+    wheel_idle_s: float = Field(60.0, gt=0, le=86_400)
+    """Seconds after which who has the wheel of a session, and does not steer, loses it."""
+    blocked_words: str | None = None
+    """A file with words, one a line, that prompts of sessions and names of watchers must not have; null: none."""
     handover: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder in which sessions are left at SIGTERM for the next server that has it: same ids, tokens and pictures."""
     keep_s: Annotated[float | None, Flag()] = Field(None, ge=0.1)

@@ -187,13 +187,17 @@ def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
 @dataclass(frozen=True)
 class Control:
     """One number that steers a model's world: an `axis`, from -1 to 1, or a `button`, 0 or 1; at rest it is 0. `keys`
-    are those that people hold for it, as `KeyboardEvent.code` has them: an axis' for -1 and for 1, a button's one.
-    `whole_chunk`: it is the same in all latent frames of a chunk."""
+    are those that people hold for it, as `KeyboardEvent.code` has them: an axis' for -1 and for 1, in one or more such
+    pairs, a button's one; after them `MouseX`, `MouseY` or `-MouseY` where the mouse turns the axis. `whole_chunk`: it
+    is the same in all latent frames of a chunk. `scale` is what 1 is to the model. A button that is `idle` is 1 by
+    itself while every other control is at rest."""
 
     name: str
     kind: Literal["axis", "button"] = "axis"
     keys: tuple[str, ...] = ()
     whole_chunk: bool = False
+    scale: float = 1.0
+    idle: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", tuple(self.keys))
@@ -225,7 +229,7 @@ class ModelInfo:
     name, `switch` what a new prompt does to the past (PROMPT_POLICIES) unless it says. `text_shape` is (most rows,
     width) of a prompt's embeddings, `chunk_shape` that of a chunk's latents, `[C, F, h, w]`, and `first_chunks` how
     many are made together at a stream's beginning; without them it takes no features that were made elsewhere.
-    `controls` steer it while it plays."""
+    `controls` steer it while it plays. With `begins_with_picture` it needs a start picture."""
 
     model: str
     device: str
@@ -241,6 +245,7 @@ class ModelInfo:
     chunk_shape: tuple[int, ...] = ()
     first_chunks: int = 1
     controls: tuple[Control, ...] = ()
+    begins_with_picture: bool = False
 
     def __post_init__(self) -> None:
         """Controls as objects, also those that came as JSON."""

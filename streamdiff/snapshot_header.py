@@ -19,6 +19,7 @@ from streamdiff.core import KVContext
 from streamdiff.errors import ConfigError
 from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, parse_data
 
+_SOURCE = "session.save(FILE) and GET /api/sessions/ID/snapshot write one"
 KIND, FORMAT = "streamdiff session", 2
 MAX_HEADER_BYTES = 1 << 20
 """Of a snapshot's header; real ones have some ten kilobytes, and reading a full one takes a quarter of a second."""
@@ -81,11 +82,13 @@ def read_header(data: bytes | memoryview, name: str = "the snapshot") -> tuple[S
         ConfigError: no snapshot, one of another format, or one that is damaged or not whole.
     """
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
-    if MAX_HEADER_BYTES < length <= len(data) - LENGTH_BYTES:
+    if length > len(data) - LENGTH_BYTES:
+        raise ConfigError(f"{name} is no snapshot of a session: not a safetensors file, or cut off. {_SOURCE}")
+    if length > MAX_HEADER_BYTES:
         raise ConfigError(f"{name} has a header of {length:,} bytes; a snapshot's has at most {MAX_HEADER_BYTES:,}")
     found = parse_data(data, name)
     if found.metadata.get("kind") != KIND:
-        raise ConfigError(f"{name} is a safetensors file, but no snapshot of a session")
+        raise ConfigError(f"{name} is a safetensors file, but no snapshot of a session. {_SOURCE}")
     if found.metadata.get("format") != str(FORMAT):
         raise ConfigError(
             f"{name} has snapshot format {found.metadata.get('format')}, this version of streamdiff reads {FORMAT}; "

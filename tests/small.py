@@ -17,10 +17,11 @@ from streamdiff.core import Control
 from streamdiff.models.autoencoder.picture_decoder import Normalisation, PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder, TaehvConfig
 from streamdiff.models.model import Model
-from streamdiff.models.spec import ModelSpec
+from streamdiff.models.spec import ActionModules, ModelSpec
 from streamdiff.models.tiny.model import TEXT_TOKENS, WIDTH, TinyText
 from streamdiff.models.tiny.scene import Scene
-from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.models.transformer.actions import attach
+from streamdiff.models.transformer.wan import WanDenoiser, make_transformer
 from training import model_folder
 from training.scene_rows import row_of
 from training.world.render import render
@@ -58,9 +59,11 @@ class Parts(NamedTuple):
 
 
 def small_transformer(
-    seed: int, *, layers: int = 2, heads: int = 2, head_dim: int = 12, planes: int = 2
-) -> WanTransformer3DModel:
-    """A random `WanTransformer3DModel` with 2 x 2 patches and `planes` input channels beyond the latents'."""
+    seed: int, *, layers: int = 2, heads: int = 2, head_dim: int = 12, planes: int = 2, features: int | None = None,
+    actions: ActionModules | None = None,
+) -> WanTransformer3DModel:  # fmt: skip
+    """A random `WanTransformer3DModel` with 2 x 2 patches and `planes` input channels beyond the latents'; with
+    `features` channels of a picture's features in the text's place, and action modules."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer = WanTransformer3DModel(
@@ -75,7 +78,10 @@ def small_transformer(
             num_layers=layers,
             cross_attn_norm=True,
             rope_max_seq_len=64,
+            image_dim=features,
         )
+        if actions is not None:
+            attach(transformer.blocks, actions, heads * head_dim)
         with torch.no_grad():
             for name, weight in transformer.named_parameters():
                 if name.endswith("scale_shift_table"):
@@ -85,6 +91,16 @@ def small_transformer(
                 elif name.startswith("condition_embedder.text_embedder"):
                     weight.mul_(2.0)  # texts fill a third of their tokens
     return transformer.eval().requires_grad_(False)
+
+
+def with_camera(small: WanTransformer3DModel) -> WanTransformer3DModel:
+    """The same with the layers of a camera in every block, random ones."""
+    model, draw = make_transformer({**small.config, "camera_channels": 1536}), torch.Generator().manual_seed(3)
+    model.load_state_dict(small.state_dict(), strict=False)
+    for name, weight in model.named_parameters():
+        if "cam" in name or "c2ws" in name:
+            weight.data = torch.randn(weight.shape, generator=draw) * weight.shape[-1] ** -0.5
+    return model.eval().requires_grad_(False)
 
 
 def small_text(seed: int) -> TinyText:

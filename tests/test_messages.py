@@ -113,6 +113,10 @@ def write_wrong_files() -> None:
     Path("empty.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     save_file({"x": np.zeros(1, np.float32)}, "other.safetensors")
     save_file({"latents": np.zeros((1, 1, 2, 2), np.float32)}, "latents.safetensors")
+    save_file({"blocks.0.self_attn.q.lora_A.weight": np.ones((2, 2), np.float32)}, "style.safetensors")
+    Path("cut.safetensors").write_bytes(Path("latents.safetensors").read_bytes()[:-4])
+    Path("page.safetensors").write_text("<!DOCTYPE html><title>Sign in</title>")
+    Path("pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
     Path("there.mp4").write_bytes(b"")
 
 

@@ -25,10 +25,13 @@ from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
+from streamdiff.pipeline.load_plan import plan_load
+from tests.commands.conftest import last_of_each
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5
 from tests.pipeline.reference import Explicit
+from tests.small import with_camera
 from tests.small_vae import small_wan_autoencoder
 
 pytestmark = pytest.mark.slow
@@ -105,7 +108,7 @@ class Made:
 
     def __call__(self, *more: str) -> torch.Tensor:
         """The latents, with options that are not given otherwise."""
-        assert main.main([*self.command, *more]) == 0
+        assert main.main(last_of_each([*self.command, *more])) == 0
         return load_file(self.path)["latents"]
 
     def is_shown(self, live: np.ndarray) -> bool:
@@ -131,11 +134,12 @@ def decoded(vae: Path, latents: Path) -> np.ndarray:
 
 def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """LongLive's base alone is another model: the LoRA is fetched, or given, and merged."""
-    lora = tmp_path / "lora.safetensors"
+    lora, second = tmp_path / "lora.pt", tmp_path / "style.safetensors"
     generator = torch.Generator().manual_seed(1)
     factors = {"lora_A": torch.randn(2, 128, generator=generator), "lora_B": torch.randn(128, 2, generator=generator)}
     prefix = "base_model.model.blocks.0.self_attn.q"
-    save_file({f"{prefix}.{name}.weight": factor for name, factor in factors.items()}, lora)
+    save_file({f"{prefix}.{name}.weight": factor for name, factor in factors.items()}, second)
+    torch.save({"generator_lora": load_file(second)}, lora)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     base = torch.load(files.weights, weights_only=True)
@@ -143,11 +147,14 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
     parts = {**files.options, "weights": str(tmp_path / "longlive_base.pt")}
     with pytest.raises(ConfigError):
         streamdiff.open(PROMPT, model="longlive-1.3b", **parts)  # type: ignore[arg-type]
+    lay(tmp_path, "Efficient-Large-Model/LongLive-1.3B", {"models/lora.pt": lora})
     pictures = []
-    for scale in ("0", "1"):
-        with streamdiff.open(PROMPT, model="longlive-1.3b", lora=f"{lora}:{scale}", **parts) as session:  # type: ignore[arg-type]
+    for given in ((), ("none",), (f"{second}:0",), (f"{second}:1",)):
+        with streamdiff.open(PROMPT, model="longlive-1.3b", lora=given, **parts) as session:  # type: ignore[arg-type]
             pictures.append(np.stack(list(islice(session, FRAMES))))
-    assert not np.array_equal(*pictures)
+    own, without, same, both = pictures
+    assert np.array_equal(own, same) and not np.array_equal(own, without)
+    assert not np.array_equal(both, own) and not np.array_equal(both, without)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("self-forcing", 4), (f"{CAUSAL}-1step", 1)])
@@ -297,7 +304,7 @@ def test_a_longer_first_chunk_live_and_in_files(
     assert torch.equal(made("--kv-context", "same_step", "--first-chunk-frames", "2"), by_name)
     for other in (["--first-chunk-frames", "1"], ["--kv-context", "clean"]):
         assert not torch.allclose(made(*other)[2:], by_name[2:], atol=1e-3)
-    assert main.main([*made.command, "--chunks", "1"]) == main.USER_ERROR
+    assert main.main(last_of_each([*made.command, "--chunks", "1"])) == main.USER_ERROR
     assert "--chunks is 1, but the first chunk, of 2 latent frames" in capsys.readouterr().err
 
 
@@ -316,13 +323,13 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     made = []
     for path in (raw, unmarked, normalised):
         capsys.readouterr()
-        assert main.main([*command, str(path), "--model", VIDEO_TO_VIDEO]) == 0
+        assert main.main(last_of_each([*command, str(path), "--model", VIDEO_TO_VIDEO])) == 0
         assert ("not normalised, and are used as they are" in capsys.readouterr().err) == (path == raw)
         made.append(load_file(latents)["latents"])
     assert torch.equal(made[0], made[1]) and (made[0] - made[2]).abs().max() > 1e-2
     before = latents.read_bytes()
     for name in ("self-forcing", KREA):
-        assert main.main([*command, str(raw), "--model", name, "--chunks", "1"]) == main.USER_ERROR
+        assert main.main(last_of_each([*command, str(raw), "--model", name, "--chunks", "1"])) == main.USER_ERROR
         assert f"not normalised, and {name} knows normalised ones; encode it without --raw" in capsys.readouterr().err
     assert latents.read_bytes() == before
 
@@ -410,3 +417,32 @@ def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layo
             streamdiff.open(PROMPT, model=str(in_diffusers_layout), **given)
         asked = {name for name, flag in {**options, "rope": "--rope "}.items() if flag in str(caught.value)}
         assert asked == left_out and "--model NAME --weights FILE" in str(caught.value)
+
+
+def test_a_world_begins_with_a_picture_and_obeys_keys(files: Files, tmp_path: Path) -> None:
+    """LingBot-World by its catalogue name: what is seen changes with a key, and not before."""
+    channels = small_wan_autoencoder(num_res_blocks=1).config.z_dim
+    torch.manual_seed(4)
+    sizes = {"num_attention_heads": 1, "attention_head_dim": 128, "in_channels": 2 * channels + 4, "ffn_dim": 64}
+    sizes |= {
+        "out_channels": channels,
+        "text_dim": umt5.WIDTH,
+        "freq_dim": 32,
+        "num_layers": 2,
+        "cross_attn_norm": True,
+    }
+    save_file(original(with_camera(WanTransformer3DModel(**sizes)).state_dict()), tmp_path / "world.safetensors")
+    picture = np.random.default_rng(0).integers(0, 255, (32, 64, 3), dtype=np.uint8)
+    options = {**files.options, "weights": str(tmp_path / "world.safetensors")}
+    seen = []
+    for key in (0.0, 1.0):
+        with streamdiff.open(PROMPT, model="lingbot-world-v2-14b", image=picture, seed=3, **options) as session:
+            frames = list(islice(session, 5))
+            session.control(forward=key)
+            seen.append(np.stack([*frames, *islice(session, 40)]).astype(int))
+    same = (seen[0] == seen[1]).all((1, 2, 3))
+    assert seen[0].std() > 5 and same[:13].all() and not same[-8:].any()
+    plan = plan_load(ModelConfig(name="lingbot-world-v2-14b", dtype="float32", **options), torch.device("cpu"))
+    once = 4 * (2 * 2 * 4 * (4 * 2) * 128)  # scale and shift, blocks, latent frames of 4 x 2 tokens, width
+    least = plan.demand.memory()[0].caches + once
+    assert [plan.kept_cameras(free) for free in (least, least - 1)] == [once, 0]

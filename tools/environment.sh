@@ -72,7 +72,7 @@ match_gpu() {
     plain=$("$venv/bin/python" -c 'import torch; print("" if torch.version.cuda else torch.__version__.split("+")[0])')
     [[ -n $plain ]] || return 0
     say "this machine has a GPU, but torch $plain came as a CPU build: installing the CUDA build"
-    "$venv/bin/python" -m pip install "torch===$plain" ||
+    "$venv/bin/python" -m pip install --quiet "torch===$plain" ||
         say "no CUDA build of torch $plain at this package index; going on with the CPU"
 }
 
@@ -89,7 +89,7 @@ target=.
 if [[ $kind == test ]]; then target='.[test]'; fi
 # The pip that comes with Python 3.11 takes more than twice as long to choose the versions.
 "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --quiet --upgrade pip
-"$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --editable "$target"
+"$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --quiet --editable "$target"
 # pip compiles on one core, longer than it takes for all else. Of these folders few modules are ever imported, which
 # Python compiles then; files for other versions of Python stay as they are.
 rarely='/(transformers/models|diffusers/(modular_)?pipelines|openai/types|torch/testing|networkx|matplotlib|fontTools|mypyc?|pip)/'

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Install the third-party clients that tests/interop plays with, where that is ours to do: Node and npm packages
-# (libwebrtc, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus, and Prometheus' promtool.
+# (libwebrtc and libdatachannel, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus, Prometheus' promtool, and AIPerf in an environment of its own.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../tests/interop"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(cd "${VENV:-.venv}" && pwd)/bin/python
+aiperf=$PWD/.venv-aiperf
+cd tests/interop
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 
@@ -36,7 +39,7 @@ node_plays() {
         fi
         cp package.json node_modules/.installed.json
     fi
-    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep, openai"
+    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep, node-datachannel, openai"
 }
 
 GSTREAMER=(gstreamer1.0-plugins-good gstreamer1.0-plugins-bad gstreamer1.0-nice gir1.2-gst-plugins-bad-1.0 python3-gi)
@@ -63,6 +66,20 @@ plays() {
     say "interop: $1"
 }
 
+AIPERF=0.13.0
+
+aiperf_plays() {
+    if [[ $(cat "$aiperf/.installed" 2>/dev/null) != "$AIPERF" ]]; then
+        say "interop: installing aiperf $AIPERF in .venv-aiperf (860 MB)"
+        if ! { "$python" -m venv --clear "$aiperf" && timeout 600 "$aiperf/bin/python" -m pip install --quiet \
+            --disable-pip-version-check --no-compile "aiperf==$AIPERF"; } >&2; then
+            lacks "pip could not install aiperf $AIPERF, so it does not play" || return 1
+        fi
+        echo "$AIPERF" >"$aiperf/.installed"
+    fi
+    say "interop: aiperf $AIPERF"
+}
+
 without=()
 node_plays || without+=("not node")
 gstreamer_plays || without+=("not gstreamer")
@@ -71,5 +88,6 @@ plays coturn turnserver || without+=("not coturn")
 plays haproxy haproxy || without+=("not haproxy")
 plays janus janus || without+=("not janus")
 plays prometheus promtool || without+=("not promtool")
+aiperf_plays || without+=("not aiperf")
 words="${without[*]}"
 echo "${words// not/ and not}"

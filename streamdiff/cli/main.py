@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is None and _is_output_full():
             _drop_output()
             error = OSError(f"what there is to print cannot be written to standard output: {error.strerror}")
+        elif isinstance(error, OSError) and error.filename is not None:  # without its number
+            error = OSError(f"{error.filename}: {error.strerror}")
         return _print_error(error, FAILED)
     except KeyboardInterrupt:
         print("\nstreamdiff: stopped", file=sys.stderr)
@@ -77,8 +79,12 @@ def _carry_out(argv: list[str]) -> int:
                 return _reference(arguments, argv) if parser.is_reference(arguments) else _generate(arguments, argv)
         case "plan":
             from streamdiff.commands import plan
+            from streamdiff.models.resolve import check_parts
 
-            return plan.run(_config(arguments).model, _job(jobs.PlanJob, arguments))
+            model = _config(arguments).model
+            if "name" not in model.model_fields_set:
+                check_parts(model)  # the file says which model it is
+            return plan.run(model, _job(jobs.PlanJob, arguments))
         case "doctor":
             from streamdiff.commands import doctor
 

@@ -29,7 +29,7 @@ class Option(NamedTuple):
     job, so that `plan` may have --stages of its own. Not given, it is None: configuration and jobs have the defaults.
     `flag` may be several names with spaces between.
 
-    `action` is one of argparse; with another than "store" and "append" the option takes no value. `group` is its
+    `action` is one of argparse; with another than `_STORE` and "append" the option takes no value. `group` is its
     heading in the help; with `rare` it is in that of --help-all only.
     """
 
@@ -52,7 +52,7 @@ def _add(parser: argparse.ArgumentParser, options: Sequence[Option], *, everythi
             groups[each.group] = parser.add_argument_group(each.group)
         about = each.help if shown else argparse.SUPPRESS
         given = {"dest": each.name, "help": about, "action": each.action}
-        value = {"type": each.parse, "metavar": each.metavar} if each.action in ("store", "append") else {}
+        value = {"type": each.parse, "metavar": each.metavar} if each.action in (_STORE, "append") else {}
         place = groups[each.group] if shown else parser
         place.add_argument(*each.flag.split(), default=None, **given, **value)  # type: ignore[arg-type]
 
@@ -71,9 +71,26 @@ class Named(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         name, before = str(option_string).removeprefix("--"), getattr(namespace, self.dest)
-        if before not in (None, name):
+        if before == name:
+            parser.error(f"{option_string} is given twice; give it once")
+        if before is not None:
             parser.error(f"--{before} and --{name} exclude each other; give one of them")
         setattr(namespace, self.dest, name)
+
+
+def _once(kind: type[argparse.Action]) -> type[argparse.Action]:
+    """The action `kind` of an option that can be given once: of two values one would be lost without a word."""
+
+    def call(self: argparse.Action, parser: Parser, namespace: argparse.Namespace, values: Any, typed: str) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{typed} is given twice; give it once")
+        kind.__call__(self, parser, namespace, values, typed)
+
+    return type(kind.__name__, (kind,), {"__call__": call})
+
+
+_STORE, _YES_OR_NO = _once(argparse._StoreAction), _once(argparse.BooleanOptionalAction)
+_SWITCH_ON, _SWITCH_OFF = _once(argparse._StoreTrueAction), _once(argparse._StoreFalseAction)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -104,11 +121,11 @@ def _option(name: str, field: FieldInfo, flag: Flag, group: str, rare: bool) -> 
     kind, may_be_none = kind_of(field)
     typed = flag.name or "--" + name.rpartition(".")[2].replace("_", "-")
     choices = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
-    action: str | type[argparse.Action] = "store"
+    action: str | type[argparse.Action] = _STORE
     if kind is bool and may_be_none:
-        action = argparse.BooleanOptionalAction
+        action = _YES_OR_NO
     elif kind is bool:
-        action = "store_false" if field.default else "store_true"
+        action = _SWITCH_OFF if field.default else _SWITCH_ON
     elif get_origin(kind) is list or field.default == ():
         action = "append"
     elif " " in typed:
@@ -175,7 +192,7 @@ def is_reference(arguments: argparse.Namespace) -> bool:
 
 # ---- commands --------------------------------------------------------------------------------------------------
 
-_PLANNED = ("name", "steps", "kv_context", "quantize", "offload", "vae", "size", "window", "sink")
+_PLANNED = ("name", "weights", "steps", "kv_context", "quantize", "offload", "vae", "size", "window", "sink", "rope")
 # The settings that a command takes, as keys or whole sections, and its jobs, whose fields are options.
 _COMMANDS: dict[str, tuple[tuple[str, ...], tuple[type[BaseModel], ...]]] = {
     "serve": (tuple(Config.model_fields), (ServeJob,)),
@@ -270,6 +287,7 @@ def parsers(*, everything: bool = False) -> dict[str, Parser]:
         if keys:
             own.add_argument(
                 "--config",
+                action=_STORE,
                 type=Path,
                 metavar="FILE",
                 help="a YAML file with settings, see configs/ and docs/settings.md",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from streamdiff.commands import models
-from streamdiff.config import EMBEDDED, Config
+from streamdiff.config import EMBEDDED, Config, ModelConfig
 from streamdiff.device import host_memory
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, resolve
@@ -67,7 +67,7 @@ def report(config: Config) -> int:
     print("\nwill be used")
     for topic, text in uses:
         print(f"        {topic:{width}}  {text}")
-    bad = [finding.topic for finding in findings if finding.grade == "FAIL"]
+    bad = list(dict.fromkeys(finding.topic for finding in findings if finding.grade == "FAIL"))
     print(f"\nMissing: {', '.join(bad)}." if bad else "\nReady: streamdiff serve")
     return 1 if bad else 0
 
@@ -199,17 +199,47 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
 
 
 def _look_at_given(config: Config) -> Iterator[Finding]:
-    """Findings on the weights, VAE and text encoder that the configuration names: on disk, to be fetched or missing."""
-    for name in ("weights", "vae", "text_encoder"):
-        path, part = getattr(config.model, name), name.replace("_", " ")
-        published = catalogue.autoencoders().get(path) if name == "vae" else None
-        if path is None:
-            continue
-        if published is not None and not Path(path).exists():
-            yield _of_published(f"{part}: {path}", published)
-            continue
-        there = Path(path).exists()
-        yield Finding("ok" if there else "FAIL", "model", f"{part}: {path}" + ("" if there else " is missing"))
+    """Findings on the parts that the configuration names, and on the model's own that are on disk: to be fetched, or
+    what loading would refuse."""
+    faults = _faults(config.model)
+    for name in ("weights", "lora", "vae", "text_encoder"):
+        given, part = getattr(config.model, name), name.replace("_", " ")
+        published = catalogue.autoencoders().get(given) if name == "vae" else None
+        if given and published is not None and not Path(given).exists():
+            yield _of_published(f"{part}: {given}", published)
+        elif name in faults:
+            yield Finding("FAIL", "model", faults[name])
+        elif given and not (name == "lora" and faults):
+            yield Finding("ok", "model", f"{part}: {given if isinstance(given, str) else ', '.join(given)}")
+
+
+def _faults(model: ModelConfig) -> dict[str, str]:
+    """What loading would refuse of the files that are here, by part; found out from headers, as `serve` does."""
+    try:
+        import torch
+
+        from streamdiff.models.loader import PARTS, ModelLoader
+    except (ImportError, OSError):  # said elsewhere
+        return {}
+    entry, faults = catalogue.entries().get(model.name), dict[str, str]()
+    if entry is None and resolve.is_repository(model.name) and not Path(model.name).exists():
+        return {}
+    needed = {} if entry is None else catalogue.files_of(entry)
+    absent = [part for part, files in needed.items() if None in models.on_disk(files).values()]
+    if "lora" in absent:  # it would be fetched
+        model = model.model_copy(update={"lora": (resolve.NO_LORA, *model.lora)})
+    if entry is not None and "weights" in absent and model.weights is None:  # their sizes stand for them
+        name = f"{catalogue.RANDOM}{entry.architecture}"
+        model = model.model_copy(update={"name": name, "lora": (), "steps": None})
+    loader = ModelLoader(model, torch.device("cpu"))
+    for part in PARTS:
+        try:
+            loader.check_files(part)
+            loader.live_spec()
+        except ConfigError as error:
+            if str(error) not in faults.values():
+                faults[part] = str(error)
+    return faults
 
 
 def _of_published(what: str, files: Files) -> Finding:

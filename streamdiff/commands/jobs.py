@@ -182,17 +182,25 @@ class ReferenceJob(_Job):
     """encoded video that chunks start from instead of noise alone, as `streamdiff encode` writes it: [C, F, h, w], or
     in chunks, see below"""
     strength: Annotated[float | None, Flag(metavar="S")] = None
-    """noise level, 0 to 1, that --video-latents is mixed with for the first step, which is told 1000 S (default: those
-    of the first of --steps)"""
+    """noise level, 0 to 1, that --video-latents is mixed with for the first step, whose timestep is 1000 S (default:
+    those of the first of --steps)"""
     first_steps: _File = None
     """timestep and noise level of each chunk's first step, or of every step, also by latent frame, instead of those of
     --steps and --strength; see below"""
+    condition: _File = None
+    """what the picture that the stream begins with is to an image-to-video model (36 input channels): latents [C, F, h,
+    w], the picture's and of what comes after it (grey, in published models), and, if not 1 on the first latent frame
+    alone, mask [4, F, h, w]; beyond its end the last latent frame is repeated"""
+    image_features: _File = None
+    """what CLIP sees in that picture, clip_features [T, D], for a model that has this in the prompt's place"""
+    controls: _File = None
+    """what steers a world in each frame of the video. LingBot-World: poses [frames, 4, 4] (camera to world) and
+    intrinsics [1 or frames, 4], also as poses.npy with intrinsics.npy beside it, or keyboard [frames, 8] (W, A, S, D,
+    I, J, K, L); Matrix-Game: keyboard [frames, K] and mouse [frames, 2] (pitch, yaw)"""
     given_latents: _File = None
     """finished latents of the stream's first chunks, which it continues from; they count in --chunks and are output.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0
     without noise; in same_step every step sees them at its own noise level"""
-    container: Annotated[str | None, Flag()] = None
-    """which tensors of --weights: generator, generator_ema, ... (default: the usual)"""
     architecture: Annotated[Path | None, Flag("--model-config")] = None
     """config.json of diffusers, for what shapes cannot tell (the number of heads)"""
     shift: _Number = None
@@ -200,6 +208,9 @@ class ReferenceJob(_Job):
     sigmas: _Numbers = None
     """noise levels of the steps, if they are not timestep / 1000; a 0 at the end of --steps is a step where it has a
     level above 0 here, and is dropped otherwise"""
+    renoise_sigmas: _Numbers = None
+    """noise levels that the second step and later ones begin with, where they are not those that clean latents are made
+    with (--sigmas): one less than --steps (LingBot-World)"""
     first_chunk_steps: _Numbers = None
     """the list of --steps for a stream's first chunk, where that has another, at least as long; its noise levels are
     timestep / 1000, or follow from --shift and --warp"""

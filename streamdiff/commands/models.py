@@ -12,15 +12,14 @@ from typing import Any
 from streamdiff.commands.jobs import ModelsJob
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files
-from streamdiff.pipeline.planner.memory import decoder_bytes, stage_memory
-from streamdiff.pipeline.planner.model_sizes import SMALL
+from streamdiff.pipeline.planner.memory import Memory, stage_memory
+from streamdiff.pipeline.planner.model_sizes import SMALL, entry_sizes
 
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"
 _EMBEDDED_LICENCE = "Apache-2.0"
 _USES = {"lora": "LoRA", "vae": "autoencoder", "text_encoder": "text encoder"}
 _WIDTH = 118
-_PARTS = ("weights", "caches", "activations", "decoding", "total")
 
 
 def run(job: ModelsJob) -> int:
@@ -89,9 +88,7 @@ def as_tree(entry: CatalogueEntry) -> dict[str, Any]:
     tree["memory"] = {"note": _memory_note(entry)}
     for name, quantize in (("bytes_per_stage", "none"), ("bytes_per_stage_quantized", "int8")):
         tree["memory"][name] = {
-            str(stages): [
-                {part: getattr(stage, part) for part in _PARTS} for stage in stage_memory(entry, stages, quantize)
-            ]
+            str(stages): [{**each.parts, "total": each.total} for each in stage_memory(entry, stages, quantize)]
             for stages in STAGES
         }
     return tree
@@ -102,7 +99,7 @@ def _memory_note(entry: CatalogueEntry) -> str:
     if entry.stream is not None and entry.context is not None:
         kv_context = entry.context.default
         seen = f"one session (window {entry.stream.window(kv_context)}, KV context {kv_context})"
-    return f"an estimate: the transformer in bfloat16 and {seen} at {entry.height}x{entry.width}"
+    return f"an estimate: bfloat16, {seen} at {entry.height}x{entry.width}, all but the text encoder"
 
 
 # ---- for people --------------------------------------------------------------------------------------------------
@@ -113,16 +110,15 @@ def _list(entries: Sequence[CatalogueEntry]) -> list[str]:
         ("name", "base", "steps", "chunk", "window", "sink", "KV context", "GB at 1/2/4 stages", "on disk", "licence")
     ]
     for entry in entries:
-        memory = " / ".join(_gigabytes(max(stage.total for stage in stage_memory(entry, n))) for n in STAGES)
+        memory = " / ".join(_gigabytes(_largest(entry, stages).total) for stages in STAGES)
         licence = entry.weights.licence if entry.weights else _EMBEDDED_LICENCE
         rows.append((entry.name, entry.architecture, *_cells(entry), memory, _presence(entry), licence or _UNKNOWN))
     return [
         *aligned(rows),
         "",
-        "Chunk, window and sink in latent frames. GB is an estimate for the largest stage: the transformer in",
-        "bfloat16, the caches and decoder's memory of one session at the model's own picture and window, and what a",
-        "forward needs; without the weights of text encoder and autoencoder. A licence is that of the weights. All of",
-        "one model: streamdiff models NAME",
+        "Chunk, window and sink in latent frames. GB is an estimate for the GPU that takes most: weights in bfloat16,",
+        "the caches of one session at the model's own picture and window, and working memory; the text encoder apart.",
+        "A licence is that of the weights. All of one model: streamdiff models NAME",
     ]
 
 
@@ -202,7 +198,8 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         if chunk or sampling.first_chunk_steps:
             made = sampling.schedule().of(chunk)
             scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
-            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
+            renoise = f"; mixed again at {_numbers(made.renoise)}" if made.renoise is not None else ""
+            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{renoise}{scale}"
     if sampling.keep_end:
         yield "", f"the step at timestep 0 may be left out: --steps {sampling.schedules()[-1].steps}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
@@ -227,23 +224,26 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         ),
         ("positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"),
     )
+    for number, control in enumerate(entry_sizes(entry).spec.controls):
+        keys = ", ".join(key.removeprefix("Key") for key in control.keys)
+        yield "" if number else "keys", f"{control.name}: {keys}"
 
 
 def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
-    for stages in STAGES:
-        largest = max(stage_memory(entry, stages), key=lambda stage: stage.total)
-        remembered = ("of the decoder's memory", largest.decoding)
-        needed = (("weights", largest.weights), ("caches", largest.caches), ("a forward", largest.activations))
-        sizes = " + ".join(f"{_gigabytes(size)} {word}" for word, size in (*needed, remembered) if size)
-        small = max(stage.total for stage in stage_memory(entry, stages, "int8"))
-        name = counted(stages, "stage")
-        yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}; quantised {_gigabytes(small)} GB"
     _, pictures, text = catalogue.parts_of(entry)
+    for stages in STAGES:
+        largest = _largest(entry, stages)
+        sizes = " + ".join(f"{_gigabytes(size)} {part}" for part, size in largest.parts.items() if size)
+        yield counted(stages, "stage"), f"{_gigabytes(largest.total)} GB at most = {sizes.replace('_', ' ')}"
+        small = f", {_gigabytes(_largest(entry, stages, vae=SMALL).total)} with {SMALL}" if pictures.config else ""
+        yield "", f"{_gigabytes(_largest(entry, stages, 'int8').total)} GB quantised{small}"
     if text.gigabytes is not None:
         yield "beside it", f"{text.gigabytes:g} GB text encoder, where it is kept on the device"
-    if pictures.config is not None:
-        own, taehv = (_gigabytes(decoder_bytes(entry, each)) for each in (None, SMALL))
-        yield "", f"{own} GB to decode a chunk, {taehv} GB with --vae {SMALL}"
+
+
+def _largest(entry: CatalogueEntry, stages: int, quantize: str = "none", vae: str = "") -> Memory:
+    """Of the stage that takes most."""
+    return max(stage_memory(entry, stages, quantize, vae), key=lambda stage: stage.total)
 
 
 def _wrapped(text: str, start: str) -> list[str]:

@@ -60,7 +60,6 @@ _PLACES = {
     "own-stream": "beside the head's stage on a stream of its own, taken to cost that stage nothing",
 }
 _DECODING = {"dedicated": "decoding on one more GPU", "last": "decoding on the last stage"}
-_COLUMNS = ("weights", "caches", "activations", "decoding", "decode work", "total", "")
 
 
 @dataclass(frozen=True)
@@ -300,12 +299,13 @@ def _plan_text(plan: Plan) -> Iterator[str]:
     worst = max(figures.gaps, key=lambda gap: gap.longest_s / gap.mean_s)
     decode = _time(layout.decode_s) if layout.decode_s > 0 else "not known, counted as 0 (--decode-time says it)"
     rows = [_rank_row(plan, row) for row in plan.memory]
+    titles = (name.replace("_", " ") for name in plan.memory[0].parts)
     yield from (
         f"{spec.name}: {counted(load.stages, 'stage')}, {counted(load.sessions, 'session')}, KV context "
         f"{load.kv_context}, {counted(load.steps, 'step')}, up to {counted(load.max_rows, 'row')} per forward",
         f"times: {plan.source}",
         "",
-        *aligned([("rank", "blocks", "forward", "busy", *_COLUMNS), *rows]),
+        *aligned([("rank", "blocks", "time", "busy", *titles, "total", ""), *rows]),
         "",
         f"decode: {decode} per chunk, {_PLACES[layout.decode]}",
         "",
@@ -464,7 +464,11 @@ def best_words(found: Comparison, kind: Kind) -> str:
     expected = case.expected[kind]
     where = _DECODING.get(case.decode, "decoding on the first rank")
     together = "" if expected.sessions == 1 else f" of {expected.sessions} sessions together"
-    return f"{case.parallel}, {where}: {expected.together:.3g} frames/s{together}"
+    idle = ""
+    if len(case.rank_bytes) < found.count:  # by one, see `forecast.compare`
+        ways = ", ".join(str(each) for each in partition.possible_shares(case.ring.sizes) if each <= found.count)
+        idle = f"; the last GPU stays idle: no way to use all {found.count} is faster ({ways} can share a stage)"
+    return f"{case.parallel}, {where}: {expected.together:.3g} frames/s{together}{idle}"
 
 
 # ---- serve --gpus ----------------------------------------------------------------------------------------------

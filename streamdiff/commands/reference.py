@@ -31,11 +31,12 @@ from streamdiff.models import sampling, tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
-from streamdiff.models.loader import ModelLoader, load_text_encoder
+from streamdiff.models.loader import PARTS, ModelLoader, load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import TIMESTEPS, Schedule
-from streamdiff.models.spec import ModelSpec, choose_steps, with_window
+from streamdiff.models.spec import ModelSpec, choose_steps, context_fault, with_window
 from streamdiff.models.tensor_file import read_first_steps
+from streamdiff.models.transformer.weights import takes_picture_only
 from streamdiff.models.weight_files import read_object
 from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.distributed.link import LinkClosed
@@ -43,6 +44,7 @@ from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.ring import Ring, local_parts
+from streamdiff.pipeline.runner.controls import tracked_rows
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents, levels_of
 from streamdiff.pipeline.runner.sampler import Noise, StepLevels, StreamInputs
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -84,6 +86,9 @@ class ReferenceRun:
     clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `same_step`
     each step sees them at its own noise level.
 
+    `condition` `[channels, n, h, w]` is what the picture that each stream begins with is, as of `SamplerState`;
+    `controls` `[n, ...]` is what steers each chunk, as of `StreamInputs`.
+
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
             cannot be mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a
@@ -105,6 +110,8 @@ class ReferenceRun:
     noise_level: Tensor | None = None
     levels: StepLevels | None = None
     given_latents: Tensor | None = None
+    condition: Tensor | None = None
+    controls: Tensor | None = None
     mix: int = 1
 
     def __post_init__(self) -> None:
@@ -144,7 +151,8 @@ class ReferenceRun:
         initial, renoise = (None if each is None else each[first:] for each in (self.initial, self.renoise))
         noise = Noise(spec.chunk_shape, self.seed, initial, renoise, self.schedule)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return StreamInputs(noise, self._source(spec, first), levels)
+        controls = None if self.controls is None else self.controls[first:]
+        return StreamInputs(noise, self._source(spec, first), levels, self.condition, controls)
 
     def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
@@ -284,7 +292,7 @@ def run(job: ReferenceJob) -> int:
     """
     plan, reference = prepare(job)
     model, spec, text = plan.models.model, plan.spec, None
-    if job.prompt_embeds is None:
+    if job.prompt_embeds is None and job.image_features is None:
         text = load_text_encoder(model, job.model, spec.text_shape, plan.device)
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
@@ -294,7 +302,10 @@ def run(job: ReferenceJob) -> int:
             if reading.notice:
                 print(reading.notice)
             reference = replace(reference, embeddings=text.encode(reading.text))
-        decoder = None if job.no_decode else PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device))
+        decoder = None
+        if not job.no_decode:
+            space = plan.config.latent_space
+            decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:
@@ -423,8 +434,11 @@ def plan_of(job: ReferenceJob) -> LoadPlan:
     if not job.processes:
         config = config.model_copy(update={"stages": 1, "threads": torch.get_num_threads()})
     architecture = None if job.architecture is None else read_object(job.architecture)
-    loader = ModelLoader(config, own_device(config.device), job.container, architecture)
+    loader = ModelLoader(config, own_device(config.device), architecture)
     spec = _spec_of(job, loader.spec)
+    _refuse_if(fault := context_fault(spec, config.kv_context), fault or "", "kv_context")
+    used = {"vae": not job.no_decode, "text_encoder": job.prompt_embeds is None}
+    loader.check_files(*(part for part in PARTS if used.get(part, True)))
     schedule = _schedule(job, loader.model, spec)
     _refuse_if(
         schedule.first is not None and spec.first_chunks > 1,
@@ -465,8 +479,9 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
     steps, sigmas, shifts = job.model.timesteps, job.sigmas, job.warp or job.nearest
     if steps is None:
         _refuse_if(
-            shifts or any(each is not None for each in (sigmas, job.first_chunk_steps, job.shift)),
-            "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250",
+            shifts or any(each is not None for each in (sigmas, job.renoise_sigmas, job.first_chunk_steps, job.shift)),
+            "--sigmas, --renoise-sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps "
+            "1000,750,500,250",
         )
         _refuse_if(
             not spec.steps, "--steps is missing: the timesteps the model gets, for example 1000,937.5,833.33,625"
@@ -484,6 +499,8 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
     shift = 1.0 if job.shift is None else job.shift
     listed = partial(sampling.published, shift=shift, warp=job.warp, nearest=job.nearest)
     schedule = listed(steps) if sigmas is None else sampling.from_timesteps(steps, sigmas)
+    if job.renoise_sigmas is not None:
+        schedule = replace(schedule, renoise=sampling.without_end(job.renoise_sigmas))
     return schedule if job.first_chunk_steps is None else replace(schedule, first=listed(job.first_chunk_steps))
 
 
@@ -492,6 +509,7 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
     assert job.chunks is not None
     chunk, height, width = spec.chunk_latents, spec.latent_height, spec.latent_width
     given = [(job.noise, "initial"), (job.video_latents, "latents"), (job.given_latents, "latents")]
+    given += [(job.condition, "latents")]
     shapes = [(path, _shape(path, name)) for path, name in given if path is not None]
     chunk = job.chunk_latents or next((shape[2] for _, shape in shapes if len(shape) == 5), chunk)
     for path, shape in shapes[::-1]:  # the first one says the size; that the others agree is checked as they are read
@@ -501,6 +519,7 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
             height, width = shape[-2:]
     first = job.first_chunk_latents or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
     text = () if job.prompt_embeds is None else _shape(job.prompt_embeds, "prompt_embeds")
+    text = text if job.image_features is None else _shape(job.image_features, "clip_features")
     if not (spec.sink_latents if job.sink is None else job.sink):  # nothing is done with a sink that is not there
         spec = replace(spec, adaptive_sink=None, averaged_sink=None)
     overrides = {"adaptive_sink", "averaged_sink", "context_alone", "context_pictures"}
@@ -559,9 +578,6 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
     steps = schedule.of(0).steps
     if job.noise is not None:
         initial, renoise = tensor_file.read_noise(job.noise, spec.chunk_shape, steps=steps, chunks=job.chunks)
-    embeddings = torch.zeros(spec.text_shape)
-    if job.prompt_embeds is not None:
-        embeddings = tensor_file.read_rows(job.prompt_embeds, spec.text_shape)
     if job.first_steps is not None:
         with_video = job.video_latents is not None
         first = read_first_steps(
@@ -572,7 +588,7 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
             sigmas = levels_of(timesteps.flatten(), schedule).view_as(timesteps)
         levels, noise_level = StepLevels(timesteps, sigmas), first["noise_level"][:, 0] if with_video else None
     return ReferenceRun(
-        embeddings,
+        _read_text(job, plan),
         job.chunks,
         schedule,
         kv_context=job.model.kv_context,
@@ -586,6 +602,8 @@ def _read_inputs(job: ReferenceJob, plan: LoadPlan) -> ReferenceRun:
         noise_level=noise_level,
         levels=levels,
         given_latents=None if job.given_latents is None else _read_given(job.given_latents, spec),
+        condition=_read_condition(job, spec),
+        controls=_read_controls(job, spec),
         motion=_read_motion(job, spec),
         mix=1 if job.prompt_mix is None else job.prompt_mix,
     )
@@ -610,6 +628,51 @@ def _read_given(path: Path, spec: ModelSpec) -> Tensor:
         f"multiple of {spec.chunk_latents}, or say --chunk-frames",
     )
     return latents
+
+
+def _read_text(job: ReferenceJob, plan: LoadPlan) -> Tensor:
+    """What cross-attention sees `[T, D]`; zeros where a prompt is still to be encoded. ConfigError where that is not
+    what the model takes."""
+    spec, pictured = plan.spec, takes_picture_only(plan.models.checkpoint.architecture)
+    missing = f"--image-features is missing: {spec.name} has what CLIP sees in a picture in the prompt's place"
+    _refuse_if(pictured and job.image_features is None, missing, "image_features")
+    _refuse_if(pictured and job.prompt_embeds, f"--prompt-embeds: {spec.name} takes no prompt; leave it out")
+    other = f"--image-features: {spec.name} takes a prompt in their place; leave it out"
+    _refuse_if(not pictured and job.image_features, other, "image_features")
+    if job.image_features is not None:
+        return tensor_file.read_features(job.image_features, spec.text_shape[1])
+    if job.prompt_embeds is not None:
+        return tensor_file.read_rows(job.prompt_embeds, spec.text_shape)
+    return torch.zeros(spec.text_shape)
+
+
+def _read_condition(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
+    """The picture's condition; ConfigError where the model takes one and none is given, or the other way round."""
+    takes, name = spec.condition_channels, job.model.name
+    other = f"--condition: {name} takes none, as it is no image-to-video model; leave it out"
+    _refuse_if(job.condition is not None and not takes, other, "condition")
+    missing = f"--condition is missing: {name} is an image-to-video model, which begins with a picture's latents"
+    _refuse_if(job.condition is None and takes, missing, "condition")
+    masks = takes - spec.latent_channels
+    return None if job.condition is None else tensor_file.read_condition(job.condition, spec.chunk_shape, masks)
+
+
+def _read_controls(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
+    """What steers each chunk, `[chunks, *ModelSpec.steering_shape]`; ConfigError where the model cannot take it."""
+    rows, sizes, frames = spec.action_rows, spec.actions, spec.chunk_latents
+    if spec.has_camera:
+        size, read = (spec.width, spec.height), tensor_file.read_cameras
+        return None if job.controls is None else read(job.controls, frames, size, chunks=job.chunks or 1)
+    if job.controls is None or rows is None or sizes is None:
+        other = f"--controls: {spec.name} takes none; leave it out"
+        _refuse_if(job.controls is not None, other, "controls")
+        missing = f"--controls is missing: {spec.name} obeys what is pressed, and its keys are not in the catalogue"
+        _refuse_if(rows is not None and len(spec.controls) != rows.width, missing, "controls")
+        return None
+    assert job.chunks is not None
+    video = 1 + (job.chunks * frames - 1) * spec.frames_per_latent
+    track = tensor_file.read_actions(job.controls, video, sizes.keyboard, sizes.mouse)
+    return tracked_rows(track, job.chunks, frames, rows)
 
 
 def _read_motion(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class Encoded(NamedTuple):
-    """What a request's parts have become, as the pipeline takes them: the text's embeddings, the encoded picture, and
-    what chunks are to start from; None: it has no such part."""
+    """What a request's parts have become, as the pipeline takes them: the text's embeddings, or what is `seen` in the
+    picture in their place, the encoded picture, and what chunks are to start from; None: it has no such part."""
 
     conditioning: Any = None
     start: Any = None
     video: Any = None
+    seen: Any = None
 
 
 NOTHING = Encoded()
@@ -185,7 +186,8 @@ class PromptQueue:
         if isinstance(request, Open) and features_of(request).names:
             made = self._read_features(request)
         if isinstance(request, Open | Reset) and request.image is not None:
-            made = made._replace(start=self._encode_picture(request.image[0]))
+            start, seen = self._encode_picture(request.image[0])
+            made = made._replace(start=start, seen=seen, conditioning=made.conditioning if seen is None else seen)
         if pending.text and made.conditioning is None:
             made = made._replace(conditioning=self.encode_text(pending.text))
         return made
@@ -195,11 +197,12 @@ class PromptQueue:
         self.texts_encoded += 1
         return self._pipeline.text.encode(text)
 
-    def _encode_picture(self, picture: Pictures) -> Any:
-        """Raises RequestError for a picture that the pipeline cannot encode."""
+    def _encode_picture(self, picture: Pictures) -> tuple[Any, Any]:
+        """The encoded picture, and what is seen in it, if the model has that. Raises RequestError for a picture that
+        the pipeline cannot encode."""
         self.pictures_encoded += 1
         try:
-            return self._pipeline.encode_picture(picture)
+            return self._pipeline.encode_picture(picture), self._pipeline.see(picture)
         except RequestError:
             raise
         except SESSION_ERRORS as error:

@@ -47,6 +47,8 @@ def check_open(command: Open, info: ModelInfo) -> None:
     check_together(features, prompt=bool(command.prompt), image=command.image is not None)
     if features.names and command.snapshot is not None:
         raise RequestError(features.names[0], "a session resumed from a snapshot keeps what was saved with it")
+    if info.begins_with_picture and command.image is None and command.snapshot is None:
+        raise RequestError("image", f"{info.model} begins with a picture, which is not given")
     check_begin(command, info)
 
 
@@ -55,6 +57,8 @@ def check_begin(command: Open | Reset, info: ModelInfo) -> None:
     seed, image = command.seed, command.image
     if seed is not None and not 0 <= seed <= MAX_SEED:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
+    if info.begins_with_picture and isinstance(command, Reset) and command.no_image:
+        raise RequestError("image", f"{info.model} begins with a picture; give another one, or keep this one")
     if image is not None and image.shape != (1, info.height, info.width, 3):
         raise RequestError(
             "image",

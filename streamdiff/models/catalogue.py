@@ -21,10 +21,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from streamdiff.config import ModelConfig
-from streamdiff.core import KVContext, PromptPolicy
+from streamdiff.core import KV_CONTEXTS, Control, KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
-from streamdiff.models.spec import ModelSpec
+from streamdiff.models.spec import CAMERA_CONTROLS, CAMERA_ROWS, ActionModules, ModelSpec
 
 Rope = Literal["absolute", "relative"]
 
@@ -34,7 +34,9 @@ class _Entry(BaseModel):
 
 
 class Architecture(_Entry):
-    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim."""
+    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim; `camera_channels` those that a
+    camera has for each patch, None without one; `image_dim` is the width of a picture's features in the text's
+    place."""
 
     width: int
     ffn_dim: int
@@ -44,10 +46,14 @@ class Architecture(_Entry):
     out_channels: int
     freq_dim: int
     patch: tuple[int, int, int] = (1, 2, 2)
+    camera_channels: int | None = None
+    image_dim: int | None = None
+    actions: ActionModules | None = None
 
     def arguments(self, text_dim: int) -> dict[str, Any]:
-        """Arguments of diffusers' `WanTransformer3DModel`, for texts of this width."""
-        return {
+        """Arguments of `transformer.wan.make_transformer`, for texts of this width."""
+        camera = {} if self.camera_channels is None else {"camera_channels": self.camera_channels}
+        return camera | {
             "patch_size": self.patch,
             "num_attention_heads": self.heads,
             "attention_head_dim": self.width // self.heads,
@@ -58,6 +64,7 @@ class Architecture(_Entry):
             "ffn_dim": self.ffn_dim,
             "num_layers": self.blocks,
             "cross_attn_norm": True,
+            "image_dim": self.image_dim,
         }
 
 
@@ -146,6 +153,7 @@ class Sampling(_Entry):
     keep_end: bool = False
     timestep_dtype: Literal["exact", "bfloat16"] = "exact"
     first_noise_scale: float = 1.0
+    truncated: bool = False
 
     def schedule(self) -> Schedule:
         """Timesteps and noise levels of the denoise steps, with those of the first chunk where it has its own.
@@ -186,16 +194,17 @@ class Streaming(_Entry):
 
 
 class Context(_Entry):
-    """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
-    `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
-    chunk but the sink. With a window of two chunks this is what comes of recomputing the past for every chunk.
-    `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
-    last of its pictures. `source`: where the contexts can be read, the authors' code."""
+    """KV contexts: the one the weights were trained for (None: not known), and others that are known to work; `only`:
+    it runs in these alone. `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass
+    sees nothing before the chunk but the sink. With a window of two chunks this is what comes of recomputing the past
+    for every chunk. `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by
+    itself, from the last of its pictures. `source`: where the contexts can be read, the authors' code."""
 
     trained: KVContext | None
     works: tuple[KVContext, ...] = ()
     noise: float | None
     alone: bool = False
+    only: bool = False
     pictures: bool = False
     source: str | None = None
 
@@ -218,9 +227,11 @@ class Switches(_Entry):
 
 
 class Positions(_Entry):
-    """Rotary positions as published, and others that the authors offer."""
+    """Rotary positions as published, and others that the authors offer; `count` is the length of the authors' table, as
+    far as a stream longer than that would be read beyond it."""
 
     published: Rope
+    count: int | None = None
     works: tuple[Rope, ...] = ()
 
 
@@ -229,7 +240,7 @@ class CatalogueEntry(_Entry):
     shown with, `begins_with` what its chunks are made from. `sampling`, `stream`, `context`, `switches` and `positions`
     are None where it makes whole clips and cannot stream (`kind` bidirectional); `weights` is None for the embedded
     model. `encode_normalised` says whether the authors' code normalises what the autoencoder encodes; where it does
-    not, such latents are taken, if the user makes them."""
+    not, such latents are taken, if the user makes them. `controls` steer its world, in the order of its columns."""
 
     name: str
     title: str
@@ -251,6 +262,7 @@ class CatalogueEntry(_Entry):
     context: Context | None
     switches: Switches | None
     positions: Positions | None
+    controls: tuple[Control, ...] = ()
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...]
 
@@ -300,7 +312,8 @@ def find(name: str) -> CatalogueEntry:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(entry.name for entry in listed())}"
+    clips = " It makes whole clips and cannot stream" if near and known[near[0]].kind != "causal" else ""
+    hint = f"did you mean {near[0]}?{clips}" if near else f"known are {', '.join(entry.name for entry in listed())}"
     raise ConfigError(f"no model is called {name!r}; {hint}")
 
 
@@ -315,7 +328,11 @@ def is_random(name: str | None) -> bool:
 
 
 def _random_entry(name: str) -> CatalogueEntry:
-    known, wanted = [each for each in parts().architectures if each != "tiny"], name.removeprefix(RANDOM)
+    found = parts().architectures
+    known, wanted = (
+        [each for each in found if each != "tiny" and found[each].image_dim is None],
+        name.removeprefix(RANDOM),
+    )
     if wanted not in known:
         raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
     changes: dict[str, Any] = {
@@ -355,7 +372,9 @@ def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
     return architecture.arguments(text.width)
 
 
-def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any]) -> ModelSpec:
+def make_spec(
+    name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any], actions: ActionModules | None = None
+) -> ModelSpec:
     """The facts of the model `name` with a transformer of this architecture (see `transformer_arguments`), for pictures
     of its own size. Of a checkpoint without an entry, what is usual.
 
@@ -365,6 +384,8 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
     assert usual.stream is not None and usual.native_fps is not None
     known = entry or usual
     _, pictures, text = parts_of(known)
+    beside = architecture["in_channels"] - architecture["out_channels"]
+    camera = architecture.get("camera_channels") is not None
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
@@ -380,6 +401,11 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         shift=1.0,
         steps=(),
         text_shape=(text.tokens, architecture["text_dim"]),
+        condition_channels=beside if beside == architecture["out_channels"] + pictures.temporal else 0,
+        actions=actions,
+        action_rows=CAMERA_ROWS if camera else None if actions is None else actions.rows,
+        controls=CAMERA_CONTROLS if camera else (),
+        kv_contexts=("clean",) if camera or actions is not None else KV_CONTEXTS,
     )
     if entry is None or entry.stream is None:
         return spec
@@ -395,12 +421,15 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         adaptive_sink=stream.sink_value if stream.sink_policy == "adaptive" else None,
         averaged_sink=stream.sink_value if stream.sink_policy == "average" else None,
         rope=entry.positions.published,
+        positions=entry.positions.count,
         steps=tuple(schedule.steps for schedule in schedules),
         schedules=schedules,
         context_sigma=(context.noise or 0.0) / 1000,
         context_alone=context.alone,
         context_pictures=context.pictures,
+        kv_contexts=(context.default, *context.works) if context.only else spec.kv_contexts,
         switch=entry.switches.own,
+        controls=entry.controls if actions is not None else spec.controls,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
 

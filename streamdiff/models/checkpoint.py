@@ -8,11 +8,12 @@ run code when it is opened; it is opened with torch's `weights_only`, and one th
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,21 @@ from streamdiff.models.weight_files import (
     PICKLES,
     SAFETENSORS,
     USUAL_STEMS,
+    check_file,
     fault_list,
     read_object,
     some,
     weights_file,
 )
 
+logger = logging.getLogger(__name__)
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 """Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
 catalogue entry states; this order is for files without one."""
 LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
 _ALSO_PREFIXES = ("model", "module")
-
-_PACKED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Dtypes of quantised weights with scales beside them, which nothing here reads."""
+_AUTOENCODER_PREFIXES = ("first_stage_model.", "vae.", "model.")
+_SAY = "say which with --container NAME"
 
 
 @dataclass
@@ -69,6 +71,7 @@ def open_checkpoint(
     path: Path,
     container: str | None = None,
     *,
+    usual: str | None = None,
     order: Sequence[str] = CONTAINERS,
     names: Sequence[str] = USUAL_STEMS,
 ) -> Checkpoint:
@@ -79,6 +82,8 @@ def open_checkpoint(
     Args:
         container: the one to take from a file with containers. A file without any holds one set of tensors, and is
             taken as it is.
+        usual: the one that a published file has, to take where `container` is None; without it the only known one that
+            holds a transformer's blocks is taken, and a note says so.
         order: which container to take when `container` is None.
         names: stems of the usual file in a folder, which is taken before others.
 
@@ -88,33 +93,40 @@ def open_checkpoint(
     """
     in_folder = path.is_dir()
     path = weights_file(path, names) if in_folder else path
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder")
+    check_file(path)
     way, metadata = list[str](), dict[str, str]()
     entries: Mapping[str, Tensor]
+    wanted = container or usual
     if path.suffix in PICKLES:
-        way, entries, found = _choose(path, unpickle(path), container, order)
-        container = None if found else container
+        way, entries, found = _choose(path, unpickle(path), wanted, order, by_hand=container is not None)
+        wanted = None if found else wanted
     elif path.suffix == SAFETENSORS:
         entries, metadata = _mapped(path)
     elif path.name.endswith(INDEX):
         entries = _Shards(path)
     else:
         raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
-    prefix, counting = _narrow(path, tuple(entries), container, order)
+    prefix, counting = _narrow(path, tuple(entries), wanted, order, by_hand=container is not None)
     config = path.parent / "config.json"
     own = read_object(config) if in_folder and config.is_file() else None
-    return Checkpoint(path, entries, entries.__getitem__, tuple(counting), ".".join(way + prefix), own, metadata)
+    way += prefix
+    return _scaled(Checkpoint(path, entries, entries.__getitem__, tuple(counting), ".".join(way), own, metadata))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, by name: for modules so small that all of it is wanted.
+    """All tensors of an autoencoder's file, by name, without what a program that holds it put before the names, and
+    without other parts of the model in the same file: it is so small that all of it is wanted.
 
     Raises:
         ConfigError: as `open_checkpoint`.
     """
-    checkpoint = open_checkpoint(path)
-    return {name: checkpoint.read(name) for name in checkpoint.names}
+    checkpoint, prefix = open_checkpoint(path), ""
+    names: Iterable[str] = checkpoint.names
+    for each in _AUTOENCODER_PREFIXES:
+        if any(name.startswith(f"{each}decoder.") for name in checkpoint.entries):
+            names, prefix = [name for name in checkpoint.entries if name.startswith(each)], each
+            break
+    return {name.removeprefix(prefix): checkpoint.read(name) for name in names}
 
 
 # ---- safetensors ---------------------------------------------------------------------------------------------------
@@ -127,10 +139,7 @@ def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         file: Any = safe_open(path, framework="pt", device="cpu")
         tensors, metadata = {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
-    for name, tensor in tensors.items():
-        if tensor.dtype in _PACKED:
-            raise ConfigError(f"{path}: {name} has dtype {tensor.dtype}, whose numbers mean nothing without others")
+        raise ConfigError(f"{path}: not a readable safetensors file: {error}") from None
     return tensors, metadata
 
 
@@ -169,13 +178,74 @@ class _Shards(Mapping[str, Tensor]):
         return self._open[path][name]
 
 
+# ---- weights in 8 bits with scales beside them -----------------------------------------------------------------------
+
+_SCALE = re.compile(r"(.+\.)(?:scale_weight|weight_scale)")
+_MARK = re.compile(r"(?:.+\.)?(?:scaled_fp8|comfy_quant|scale_input|input_scale|spiece_model)")
+"""What is no weight: that a file is scaled, and how; scales of activations; a tokenizer."""
+_FORMATS = {"float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8"}
+_FOREIGN = re.compile(r".+\.(?:(weight_scale_2)|(absmax|quant_map|quant_state\..+|SCB)|(qweight|weight_packed))")
+_FOREIGN_KINDS = ("NVFP4", "bitsandbytes", "GPTQ, AWQ or their like")
+
+
+def _scaled(found: Checkpoint) -> Checkpoint:
+    """`found` with weights as they are meant: in 8 bits, they are multiplied by their scale, of the tensor or of each
+    row, while they are read. Read names and what a file says of its format.
+
+    Raises:
+        ConfigError: a format with other scales, which is named; or weights whose scales are missing.
+    """
+    scales, names = dict[str, str](), list[str]()
+    said = {key: text for key, text in found.metadata.items() if key == "_quantization_metadata"}
+    for name in found.names:
+        if match := _SCALE.fullmatch(name):
+            scales[f"{match[1]}weight"] = name
+        elif match := _FOREIGN.fullmatch(name):
+            raise _foreign(found, _FOREIGN_KINDS[(match.lastindex or 1) - 1], name)
+        elif name.endswith("comfy_quant"):
+            said[name] = found.read(name).to(torch.uint8).numpy().tobytes().decode(errors="replace")
+        elif not _MARK.fullmatch(name):
+            names.append(name)
+    for name, text in said.items():
+        formats = set(re.findall(r'"format"\s*:\s*"(\w+)"', text))
+        if not formats or not formats <= _FORMATS or re.search(r'"convrot"\s*:\s*true', text):
+            raise _foreign(found, " or ".join(formats - _FORMATS) or text[:80], name)
+    lost = [name for name in scales if name not in names]
+    if lost or (not scales and any(name.endswith("scaled_fp8") for name in found.names)):
+        raise ConfigError(f"{found}: 8-bit weights and their scales must both be there ({some(lost) or 'no scales'})")
+
+    def read(name: str) -> Tensor:
+        tensor = found.read(name)
+        if name not in scales:
+            return tensor
+        return tensor.float() * found.read(scales[name]).float().reshape(-1, *[1] * (tensor.ndim - 1))
+
+    if not scales:
+        return replace(found, names=tuple(names))
+    shown = dict(found.entries)
+    for name, scale in scales.items():
+        shape, rows = tuple(shown[scale].shape), tuple(shown[name].shape[:1])
+        if prod(shape) != 1 and shape not in (rows, (*rows, 1)):
+            raise _foreign(found, f"scales {list(shape)} for {list(shown[name].shape)}", scale)
+        shown[name] = torch.empty(shown[name].shape, device="meta")
+    return replace(found, entries=shown, read=read, names=tuple(names))
+
+
+def _foreign(found: Checkpoint, kind: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{found}: is quantised as {kind} ({name}), which is not read; take the file in bfloat16, or in fp8 with a "
+        "scale for each tensor or row, and --quantize int8 or fp8 for memory"
+    )
+
+
 # ---- containers ----------------------------------------------------------------------------------------------------
 
 
 def _choose(
-    path: Path, tree: object, container: str | None, order: Sequence[str]
+    path: Path, tree: object, container: str | None, order: Sequence[str], *, by_hand: bool
 ) -> tuple[list[str], dict[str, Tensor], bool]:
-    """Go down to the tensors. Returns the way there, the tensors, and whether `container` is on the way."""
+    """Go down to the tensors. Returns the way there, the tensors, and whether `container`, or what is taken in its
+    place, is on the way."""
     way: list[str] = []
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}: holds a {type(tree).__name__} instead of tensors by name")
@@ -186,17 +256,18 @@ def _choose(
         if tensors and wanted not in inner:
             return way, tensors, container in way
         if wanted is not None and wanted not in inner and inner:
-            raise _no_container(path, wanted, sorted(inner))
+            full = [key for key in order if key in inner and _has_blocks(inner[key])]
+            container = wanted = _in_place_of(path, wanted, full, sorted(inner), by_hand)
         key = next((key for key in (wanted, *order) if key in inner), None)
         if key is None:
-            elsewhere = f" in any of {', '.join(order)}; there is {', '.join(sorted(inner))}" if inner else ""
+            elsewhere = f" in any of {', '.join(order)}; there is {', '.join(sorted(inner))}; {_SAY}" if inner else ""
             raise ConfigError(f"{path}: no tensors by name{elsewhere}")
         way.append(key)
         tree = inner[key]
 
 
 def _narrow(
-    path: Path, everything: Sequence[str], container: str | None, order: Sequence[str]
+    path: Path, everything: Sequence[str], container: str | None, order: Sequence[str], *, by_hand: bool
 ) -> tuple[list[str], Sequence[str]]:
     """In a flat file a container is the first part of names, as in `generator_ema.blocks.0...`. Returns what it is
     called, as a list of one or none, and the names that count. `model.` before all names is only a prefix."""
@@ -205,17 +276,34 @@ def _narrow(
     whole = bool(full) and len(inside[full[0]]) == len(everything)
     if not full or (whole and full[0] in _ALSO_PREFIXES):
         return [], everything
+    taken = full[0]
     if container is not None and container not in full:
-        raise _no_container(path, container, full)
-    return [full[0]], inside[full[0]]
+        taken = _in_place_of(path, container, full, full, by_hand)
+    return [taken], inside[taken]
 
 
 def _has_tensors(tree: Mapping[Any, object]) -> bool:
     return any(_has_tensors(v) if isinstance(v, Mapping) else isinstance(v, Tensor) for v in tree.values())
 
 
-def _no_container(path: Path, wanted: str, found: Sequence[str]) -> ConfigError:
-    return ConfigError(f"{path}: has no container {wanted!r}; there is {', '.join(found)}")
+def _has_blocks(tree: Mapping[Any, object]) -> bool:
+    """Whether there are a transformer's blocks below, under the names of containers or without."""
+    return any(
+        _has_blocks(value) if isinstance(value, Mapping) else "blocks." in str(key) for key, value in tree.items()
+    )
+
+
+def _in_place_of(path: Path, wanted: str, full: Sequence[str], there: Sequence[str], by_hand: bool) -> str:
+    """The container to take where the usual one, `wanted`, is not there: the only one of `full`, which hold a
+    transformer.
+
+    Raises:
+        ConfigError: it was asked for `by_hand`, or there is none, or several.
+    """
+    if by_hand or len(full) != 1:
+        raise ConfigError(f"{path}: has no container {wanted!r}; there is {', '.join(there)}; {_SAY}")
+    logger.warning("note: %s has no container %r; %r is taken, the only one with a transformer", path, wanted, full[0])
+    return full[0]
 
 
 def unpickle(path: Path) -> object:
@@ -224,8 +312,6 @@ def unpickle(path: Path) -> object:
     Raises:
         ConfigError: it cannot be read, or `weights_only` refuses it.
     """
-    if hint := pointer_hint(path):
-        raise ConfigError(f"{path}: not a torch file{hint}")
     try:
         tree: object = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -244,13 +330,6 @@ def unpickle(path: Path) -> object:
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
         raise ConfigError(f"{path}: not a readable torch file: {reason}") from error
     return tree
-
-
-def pointer_hint(path: Path) -> str:
-    """What to say about a file of a few bytes that stands for a large one."""
-    if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
-        return " (it is a Git LFS pointer: the weights themselves were not downloaded; `git lfs pull` does it)"
-    return ""
 
 
 def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
@@ -291,11 +370,42 @@ def load_module(
     """
     check_fit(path, tensors, {name: tensor.shape for name, tensor in module.state_dict().items()})
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(wanted)}
-    bad = [name for name, tensor in found.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]
+    moved = checked(path, found, device, dtype)
+    module.load_state_dict(moved, strict=False, assign=True)
+    module.eval().requires_grad_(False)
+
+
+def checked(path: Path, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of the file at `path` as `dtype` on `device`.
+
+    Raises:
+        ConfigError: some hold NaN or infinity, are no floating-point numbers, or are matrices of zeros.
+    """
+    moved, bad, zero = {}, list[str](), list[str]()
+    for name, tensor in tensors.items():
+        moved[name] = tensor.to(device, dtype)
+        if not (tensor.is_floating_point() and moved[name].isfinite().all()):
+            bad.append(name)
+        elif is_blank(tensor):
+            zero.append(name)
     if bad:
         raise ConfigError(f"{path}: {len(bad)} tensors hold NaN, infinity or no floating-point numbers: {some(bad)}")
-    module.load_state_dict({name: each.to(device, dtype) for name, each in found.items()}, strict=False, assign=True)
-    module.eval().requires_grad_(False)
+    if zero:
+        raise ConfigError(blank_fault(path, zero))
+    return moved
+
+
+def is_blank(tensor: Tensor) -> bool:
+    """Whether it is a matrix, or a convolution's kernels, of zeros alone, as no trained one is."""
+    return tensor.ndim > 1 and not bool(tensor.to(torch.float32).any())
+
+
+def blank_fault(what: object, names: Sequence[str]) -> str:
+    """What to say of a file with matrices of zeros."""
+    return (
+        f"{what}: {len(names)} matrices are all zero ({some(names)}): not all of it was downloaded, only its place on "
+        "the disk was kept; download it again"
+    )
 
 
 # ---- random weights ------------------------------------------------------------------------------------------------

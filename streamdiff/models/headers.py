@@ -28,6 +28,7 @@ LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # what safetensors itself allows
 _MAX_DIMENSIONS = 16
 _HOW = "write it with safetensors.torch.save_file"
+DAMAGED = "download it again"
 
 
 _Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
@@ -130,6 +131,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> ConfigError:
     """Why it is not safetensors. Only asked when the length is wrong: a good one may begin with the same bytes."""
+    if what := kind_of(start):
+        return ConfigError(f"{path}: {what}")
     if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
         return ConfigError(
             f"{path}: this is a pickle (as torch.save writes it), and those are not read, because reading one can run "
@@ -139,8 +142,26 @@ def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> Confi
         return ConfigError(f"{path}: this is a NumPy array file; expected safetensors: {_HOW}")
     return ConfigError(
         f"{path}: not a safetensors file, or cut off: it has {file_bytes:,} bytes, but would begin with a header of "
-        f"{length:,}; {_HOW}"
+        f"{length:,}; {DAMAGED}, or {_HOW}"
     )
+
+
+def kind_of(start: bytes) -> str:
+    """What a file is, by its first bytes, and what to do; empty where it may hold tensors."""
+    text = start.lstrip().lower()
+    if not start:
+        return f"is empty; {DAMAGED}"
+    if start.startswith(b"version "):
+        return "is a Git LFS pointer: the weights themselves were not downloaded; `git lfs pull` does it"
+    if start.startswith(b"GGUF"):
+        return "is a GGUF file, which is not read; take a .safetensors or .pt file, and --quantize int8 for memory"
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        return f"is a web page, which came in place of the file; {DAMAGED}, by the link that downloads it"
+    if not start.strip(b"\0"):
+        return f"begins with zeros: its place was kept, and nothing was downloaded; {DAMAGED}"
+    if start.isascii() and start.decode().replace("\n", " ").replace("\r", " ").replace("\t", " ").isprintable():
+        return f"is a text, which begins with {start[:40].decode().strip()!r}; expected tensors"
+    return ""
 
 
 def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
@@ -160,7 +181,8 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) 
             )
         end = own_end
     if end != data_bytes:
-        raise ConfigError(f"{path}: the header declares {end:,} bytes of tensors, but {data_bytes:,} follow it")
+        remedy = f"; it is cut off: {DAMAGED}" if data_bytes < end else ""
+        raise ConfigError(f"{path}: the header declares {end:,} bytes of tensors, but {data_bytes:,} follow it{remedy}")
 
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -250,6 +272,36 @@ def image_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: in
     most = chunks * prod(chunk_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES
     shapes = (chunks, *chunk_shape), (channels, chunks * frames, *size)
     return FileSpec("a picture's latents", {"latents": shapes}, max_bytes=most)
+
+
+def condition_contract(chunk_shape: Shape, masks: int) -> FileSpec:
+    """`latents` `[C, F, h, w]` of the picture that a stream begins with, and of what comes after it; `mask`
+    `[masks, F, h, w]`, 1 where they are to be kept, may be left out; `chunk_shape` is `[C, f, h, w]`."""
+    frames = FreeDim("F"), *chunk_shape[2:]
+    tensors: dict[str, tuple[Shape, ...]] = {"latents": ((chunk_shape[0], *frames),), "mask": ((masks, *frames),)}
+    return FileSpec("a picture's condition", tensors, ("mask",))
+
+
+def features_contract(width: int) -> FileSpec:
+    """`clip_features` `[T, width]`, or `[1, T, width]`, of a picture."""
+    rows = FreeDim("T"), width
+    return FileSpec("a picture's features", {"clip_features": (rows, (1, *rows))})
+
+
+def actions_contract(frames: int, keyboard: int, mouse: int) -> FileSpec:
+    """`keyboard` `[n, keyboard]` and, of a model that has one, `mouse` `[n, mouse]`, for each of at least so many
+    `frames` of the video."""
+    count = FreeDim("frames", frames)
+    tensors: dict[str, tuple[Shape, ...]] = {"keyboard": ((count, keyboard),)}
+    return FileSpec("actions", {**tensors, "mouse": ((count, mouse),)} if mouse else tensors)
+
+
+def track_contract(posed: bool) -> FileSpec:
+    """`poses` `[frames, 4, 4]` of a camera for each frame of the video, or of keys `keyboard` `[frames, 8]`, and
+    `intrinsics` `[1 or frames, 4]`, which may be left out with keys."""
+    count = FreeDim("frames")
+    tensors: dict[str, tuple[Shape, ...]] = {"poses": ((count, 4, 4),)} if posed else {"keyboard": ((count, 8),)}
+    return FileSpec("a camera's track", {**tensors, "intrinsics": ((count, 4),)}, () if posed else ("intrinsics",))
 
 
 VIDEO_FILE = FileSpec("frames", {"video": ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)}, max_bytes=MAX_VIDEO_BYTES)

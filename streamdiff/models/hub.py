@@ -46,11 +46,14 @@ def fetch_file(repo: str, name: str, bar: type[Any] | None = None) -> Path:
 
 
 def fetch(files: Files) -> list[Path]:
-    """Where the files lie, fetched first if they are not in the cache (`HF_HOME`), with a progress bar.
+    """Where the files lie, fetched first if they are not in the cache (`HF_HOME`), with a progress bar; of patterns, as
+    of weights in shards, the folder of the first.
 
     Raises:
         ConfigError: not on the hub, or there is no way to it; says what to put where by hand.
     """
+    if any("*" in name for name in files.files):
+        return [fetch_folder(files) / Path(files.files[0]).parent]
     return [fetch_file(files.repo, name) for name in files.files]
 
 

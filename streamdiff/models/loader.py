@@ -7,36 +7,48 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.autoencoder import ImageEncoder
-from streamdiff.models.catalogue import Files
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
+from streamdiff.models.camera import CHANNELS
+from streamdiff.models.catalogue import CatalogueEntry, Files
+from streamdiff.models.picture_text import PictureText
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
+    ActionModules,
     ModelSpec,
     ParsedPrompt,
     TextEncoder,
     choose_steps,
+    context_fault,
     parse_size,
     with_size,
     with_window,
 )
-from streamdiff.models.text_encoder import EmbeddingFolder, WanText
+from streamdiff.models.text_encoder import EmbeddingFolder, WanText, check_text_files
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.models.transformer.weights import WanCheckpoint, drawn_transformer, load_transformer, open_transformer
+from streamdiff.models.transformer.weights import (
+    WanCheckpoint,
+    drawn_transformer,
+    load_transformer,
+    open_transformer,
+    plan_transformer,
+)
 
+PARTS = ("weights", "vae", "text_encoder")
 _FINGERPRINT_BYTES = 2**20  # of each file
 
 
@@ -55,18 +67,17 @@ class ModelLoader:
         self,
         config: ModelConfig,
         device: torch.device,
-        container: str | None = None,
         architecture: Mapping[str, Any] | None = None,
     ) -> None:
-        """`container` and `architecture`: see `ResolvedModel`."""
-        self.config, self.device, self._overrides = config, device, (container, architecture)
+        """`architecture`: see `ResolvedModel`."""
+        self.config, self.device, self._architecture = config, device, architecture
         self.dtype, self._usual_dtype = pick_dtype(config.dtype, device), pick_dtype("auto", device)
 
     @cached_property
     def model(self) -> ResolvedModel:
         """Where its parts lie. Fetches published files of the transformer that are not there. ConfigError as
         `resolve_model`."""
-        return resolve_model(self.config, *self._overrides)
+        return resolve_model(self.config, self._architecture)
 
     @property
     def decoder_dtype(self) -> torch.dtype:
@@ -80,11 +91,14 @@ class ModelLoader:
         """The transformer's file, or drawn weights.
 
         Raises:
-            ConfigError: no Wan transformer, or files that cannot be read.
+            ConfigError: no Wan transformer, files that cannot be read, or one of other sizes than the model has.
         """
         model = self.model
         if model.weights is not None:
-            return open_transformer(model.weights, model.container, model.architecture)
+            found = open_transformer(model.weights, model.container, model.architecture, model.usual_container)
+            if model.entry is not None and model.architecture is None:
+                _check_sizes(found, model.entry)
+            return found
         sizes = catalogue.transformer_arguments(catalogue.find(model.name))
         return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
 
@@ -105,11 +119,34 @@ class ModelLoader:
         """
         facts = self.folder_facts
         if facts is None:
-            spec = catalogue.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
+            _, _, architecture, actions = self.checkpoint
+            self._check_camera(architecture)
+            _check_actions(self.model, actions)
+            spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
+
+    def _check_camera(self, architecture: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a world's weights that go by the name of another kind of model, and the other way; and
+        for a camera of another kind."""
+        entry, file, patch = self.model.entry, self.model.weights, architecture["patch_size"]
+        if (channels := architecture.get("camera_channels")) not in (None, wanted := CHANNELS * prod(patch)):
+            raise ConfigError(
+                f"{file} takes {channels} camera channels, and poses are {wanted}; LingBot-World's models for actions "
+                "are not supported",
+                field="model",
+            )
+        own = {} if entry is None else catalogue.transformer_arguments(entry)
+        has, takes = (each.get("camera_channels") is not None for each in (architecture, own))
+        if entry is not None and has != takes:
+            what = ("no camera", "a camera (LingBot-World)")
+            raise ConfigError(
+                f"{file} has {what[has]}, and {entry.name} has {what[takes]}; name the model that the file is of, with "
+                "--model",
+                field="model",
+            )
 
     def live_spec(self) -> ModelSpec:
         """The facts with which the model streams: what the configuration says goes before its own.
@@ -129,6 +166,8 @@ class ModelLoader:
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
+        if fault := context_fault(self.spec, config.kv_context):
+            raise ConfigError(fault, field="kv_context")
         given = _given_stream(config) if unknown else {}
         spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
         if overrides != (None, None, None):
@@ -140,6 +179,21 @@ class ModelLoader:
             spec = with_window(spec, *overrides)
         choose_steps(config.step_count, spec.steps, spec.name)
         return spec
+
+    def check_files(self, *parts: str) -> None:
+        """Open those of `PARTS` that are on disk as loading would, without reading weights; the transformer with its
+        LoRAs.
+
+        Raises:
+            ConfigError: what loading would refuse, but for values.
+        """
+        model = self.model
+        if "weights" in parts and model.weights is not None:
+            plan_transformer(self.checkpoint, loras=model.loras)
+        if "vae" in parts and model.vae is not None and not model.embedded:
+            check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
+        if "text_encoder" in parts and isinstance(model.text_encoder, Path):
+            check_text_files(model.text_encoder, self.spec.text_shape[1])
 
     def digest(self) -> str:
         """Of all configuration files, and of the weights' names, sizes and beginnings."""
@@ -193,25 +247,69 @@ class ModelLoader:
             quantize=quantize,
         )
         found: Any = weights.config
-        if found.image_dim is not None or found.added_kv_proj_dim is not None:
+        if found.added_kv_proj_dim is not None:
             raise ConfigError(
                 f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
                 "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
-        denoiser = WanDenoiser(weights, len(self.spec.controls))
+        denoiser = WanDenoiser(weights, self.spec.control_planes, self.spec.condition_channels)
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
-                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
-                "gives it, as image-to-video models do; only text to video is supported, which can begin with a "
-                "picture too (--image)"
+                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing gives "
+                f"it: a picture's condition has {self.spec.latent_channels + self.spec.frames_per_latent}"
             )
         denoiser.attention = attention
         return denoiser.fuse()
 
     def picture_encoder(self, spec: ModelSpec) -> ImageEncoder:
         """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
-        load = autoencoder.load_autoencoder
-        return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype), spec)
+        load, space = autoencoder.load_autoencoder, self.config.latent_space
+        return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype, space), spec)
+
+
+def _check_sizes(file: WanCheckpoint, entry: CatalogueEntry) -> None:
+    """Compare a transformer with what the catalogue says of the model. One that is narrower than any published one is a
+    trial's: it may have fewer blocks, too.
+
+    Raises:
+        ConfigError: it is another model's.
+    """
+    wanted, given = catalogue.transformer_arguments(entry), file.architecture
+    widths = [each.width for name, each in catalogue.parts().architectures.items() if name != EMBEDDED]
+    trial = _width(given) < min(widths) and given["num_layers"] <= wanted["num_layers"]
+    names = ("in_channels", "out_channels", "patch_size") + (() if trial else ("num_layers", "ffn_dim", "text_dim"))
+    if any(given[name] != wanted[name] for name in names) or not (trial or _width(given) == _width(wanted)):
+        raise ConfigError(
+            f"{file.checkpoint} is {_sizes(given)}; {entry.name} is {_sizes(wanted)} ({entry.architecture}). Give a "
+            "file of its kind as --weights, or the name of the file's own model as --model"
+        )
+
+
+def _width(architecture: Mapping[str, Any]) -> int:
+    return int(architecture["num_attention_heads"] * architecture["attention_head_dim"])
+
+
+def _sizes(architecture: Mapping[str, Any]) -> str:
+    """What tells one transformer from another, for people."""
+    return (
+        f"a transformer of {architecture['num_layers']} blocks, {_width(architecture)} wide, feed-forward "
+        f"{architecture['ffn_dim']}, {architecture['in_channels']} channels in, {architecture['out_channels']} out, "
+        f"texts {architecture['text_dim']} wide"
+    )
+
+
+def _check_actions(model: ResolvedModel, actions: ActionModules | None) -> None:
+    """Raises ConfigError where a file obeys other keys than the model of the catalogue that it is given for."""
+    if model.entry is None:
+        return
+    known = catalogue.parts_of(model.entry)[0].actions
+    found, wanted = ((0, 0) if each is None else (each.keyboard, each.mouse) for each in (actions, known))
+    if found != wanted:
+        raise ConfigError(
+            f"{model.weights} obeys {found[0]} columns of a keyboard and {found[1]} of a mouse, but {model.name} has "
+            f"{wanted[0]} and {wanted[1]}; give the file that belongs to it, or another --model",
+            field="weights",
+        )
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:
@@ -258,6 +356,8 @@ def load_text_encoder(
             f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
+    if model.entry is not None and catalogue.parts_of(model.entry)[0].image_dim is not None:
+        return PictureText(path, text_shape, device)
     if isinstance(path, Files):
         path = hub.fetch_folder(path)
     length, width = text_shape

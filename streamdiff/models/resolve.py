@@ -8,6 +8,8 @@ Needs no torch, and opens no file of weights: a model is recognised by its file'
 
 from __future__ import annotations
 
+import filecmp
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,28 +21,33 @@ import yaml
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, hub
-from streamdiff.models.catalogue import CatalogueEntry, Files, small_autoencoder
+from streamdiff.models import catalogue, hub, weight_files
+from streamdiff.models.catalogue import CatalogueEntry, Files, PublishedLora, small_autoencoder
+from streamdiff.models.headers import parse_header
 from streamdiff.models.spec import Lora, parse_lora
-from streamdiff.models.weight_files import PICKLES, SAFETENSORS, read_object, weights_file
+from streamdiff.models.transformer.tensor_names import bare, block_count
 
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
-_FILES = (SAFETENSORS, *PICKLES, ".json")
+NO_LORA = "none"
+"""Among the LoRAs: the one that belongs to the model is left out."""
+_FILES = (weight_files.SAFETENSORS, *weight_files.PICKLES, ".json")
 _FOLDERS = ("transformer", "vae", "text_encoder")
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
     """Where a model's parts lie, those that a configuration names in place of the model's own included. `weights` (None
-    where they are drawn: `catalogue.RANDOM`), `container`, `architecture` (what shapes do not tell) and `loras`
-    are the transformer's. `folder` is one in diffusers' layout, `index` its `model_index.json` where it is of the
-    embedded model's kind and says everything about itself. `vae` and `text_encoder` are published files where they are
-    those that `entry`, what the catalogue knows, names: the loader fetches them; None where there is none.
+    where they are drawn: `catalogue.RANDOM`), `container` (`usual_container`: that of the published file),
+    `architecture` (what shapes do not tell) and `loras` are the transformer's. `folder` is one in diffusers' layout,
+    `index` its `model_index.json` where it is of the embedded model's kind and says everything about itself. `vae` and
+    `text_encoder` are published files where they are those that `entry`, what the catalogue knows, names: the loader
+    fetches them; None where there is none.
     `kv_context` is what it is to run with."""
 
     name: str
     weights: Path | None
     container: str | None = None
+    usual_container: str | None = None
     architecture: Mapping[str, Any] | None = None
     loras: tuple[Lora, ...] = ()
     folder: Path | None = None
@@ -93,30 +100,28 @@ class ResolvedModel:
         )
 
 
-def resolve_model(
-    config: ModelConfig, container: str | None = None, architecture: Mapping[str, Any] | None = None
-) -> ResolvedModel:
+def resolve_model(config: ModelConfig, architecture: Mapping[str, Any] | None = None) -> ResolvedModel:
     """The model that a configuration names, its parts those that it names instead: `tiny`, a name of the catalogue, a
     folder in diffusers' layout or with weights, a file, or a repository of the hub in diffusers' layout; or one without
     a file (`catalogue.RANDOM`). Its transformer is fetched if it is published, not there, and no part takes its
-    place; of a repository everything that is needed is. `container` and `architecture`: see `ResolvedModel`.
+    place; of a repository everything that is needed is. `architecture`: see `ResolvedModel`.
 
     Raises:
-        ConfigError: no such model, or a file that can neither be found nor fetched.
+        ConfigError: no such model, one with two experts, or a file that can neither be found nor fetched.
     """
     name, known = config.name, _find_known(config)
-    loras: tuple[Lora, ...] = () if config.lora is None else (parse_lora(config.lora),)
+    loras = tuple(parse_lora(text) for text in config.lora if text != NO_LORA)
     if isinstance(known, CatalogueEntry) and name.startswith(catalogue.RANDOM):
         found = ResolvedModel(name, None, vae=f"{catalogue.RANDOM}wan2.1", entry=known)
     elif isinstance(known, CatalogueEntry):  # its container and its LoRA are those of weights that are given too
         assert known.weights is not None, "the embedded model is a folder"
-        if known.lora is not None and not loras:  # a model is not itself without the LoRA that belongs to it
-            loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
+        if known.lora is not None and NO_LORA not in config.lora:  # without it a model is not itself
+            loras = (_own_lora(known.lora, loras), *loras)
         weights = None if config.weights is not None else hub.fetch(known.weights)[0]
         published = known.weights.container if known.weights.container != "flat" else None
         files = catalogue.files_of(known)
         vae, text = files.get("vae"), files.get("text_encoder")
-        found = ResolvedModel(name, weights, published, vae=vae, text_encoder=text, entry=known)
+        found = ResolvedModel(name, weights, usual_container=published, vae=vae, text_encoder=text, entry=known)
     else:
         path = known if isinstance(known, Path) else hub.fetch_folder(known)
         there = {part: path / part for part in _FOLDERS if (path / part).is_dir()}
@@ -128,12 +133,14 @@ def resolve_model(
             vae=str(there["vae"]) if "vae" in there else None,
             text_encoder=path if "text_encoder" in there else None,
         )
+    if (transformer := config.weights or found.weights) is not None:
+        weight_files.check_one_expert(Path(transformer))
     if found.embedded and config.text_encoder is not None:
         raise ConfigError(f"the text encoder of {name} is fixed; leave --text-encoder out")
     return replace(
         found,
         weights=found.weights if config.weights is None else Path(config.weights),
-        container=container or found.container,
+        container=config.container,
         architecture=architecture,
         kv_context=config.kv_context,
         loras=loras,
@@ -156,22 +163,42 @@ def to_fetch(config: ModelConfig) -> list[Files]:
         return autoencoder
     if isinstance(entry, Files):
         return [entry, *autoencoder]
-    needed = catalogue.files_of(entry)
-    return [files for name, files in needed.items() if getattr(config, name) is None] + autoencoder
+    needed, own = catalogue.files_of(entry), NO_LORA not in config.lora
+    given = {name: not own if name == "lora" else getattr(config, name) is not None for name in needed}
+    return [files for name, files in needed.items() if not given[name]] + autoencoder
+
+
+def _own_lora(published: PublishedLora, given: Sequence[Lora]) -> Lora:
+    """The LoRA that belongs to a model, fetched if it is not there.
+
+    Raises:
+        ConfigError: it can neither be found nor fetched, or is among the `given` ones too.
+    """
+    leave = f"`--lora {NO_LORA} --lora PATH` takes another one in its place"
+    try:
+        (path,) = hub.fetch(published)
+    except ConfigError as error:
+        raise ConfigError(f"the LoRA that belongs to the model: {error}; {leave}") from error
+    for lora in given:
+        if lora.path.is_file() and filecmp.cmp(path, lora.path, shallow=False):
+            raise ConfigError(f"--lora {lora.path} is the model's own LoRA, which counts anyway; {leave}")
+    return Lora(path, published.scale)
 
 
 def check_parts(config: ModelConfig) -> None:
     """Raises ConfigError for a given part that is neither there nor published. Uses no network."""
-    lora, published = config.lora or "", (EMBEDDED, *catalogue.autoencoders())
-    for option, path, others in (
-        ("--weights", config.weights, ()),
-        ("--lora", config.lora, (lora.rpartition(":")[0],)),
-        ("--vae", config.vae, ()),
-        ("--text-encoder", config.text_encoder, ()),
+    published = (EMBEDDED, *catalogue.autoencoders())
+    for option, path, name in (
+        ("--weights", config.weights, config.weights),
+        *(("--lora", text, text.rpartition(":")[0]) for text in config.lora if text != NO_LORA),
+        ("--vae", config.vae, config.vae),
+        ("--text-encoder", config.text_encoder, config.text_encoder),
     ):
         is_name = option == "--vae" and (path in published or catalogue.is_random(path))
-        if path and not is_name and not any(Path(each).exists() for each in (path, *others) if each):
-            raise ConfigError(f"{option} is {path}: no such file or folder")
+        there = [each for each in (path, name) if each and os.path.exists(each)]
+        if path and not is_name and not any(os.access(each, os.R_OK) for each in there):
+            why = "which this user may not read" if there else "no such file or folder"
+            raise ConfigError(f"{option} is {path}: {why}")
 
 
 def completed(config: ModelConfig) -> ModelConfig:
@@ -179,9 +206,10 @@ def completed(config: ModelConfig) -> ModelConfig:
     for, and the small autoencoder of preset `fast`.
 
     Raises:
-        ConfigError: the weights do not tell whose they are.
+        ConfigError: the weights do not tell whose they are, or are not there.
     """
-    if config.weights is not None and "name" not in config.model_fields_set and Path(config.weights).exists():
+    if config.weights is not None and "name" not in config.model_fields_set:
+        check_parts(config)
         config = config.model_copy(update={"name": entry_of(Path(config.weights)).name})
     config = catalogue.with_own_context(config)
     small = catalogue.small_autoencoder(config.name) if config.preset == "fast" and config.vae is None else None
@@ -196,7 +224,7 @@ def is_embedded(name: str | Path) -> bool:
 def _embedded_index(folder: Path) -> dict[str, Any] | None:
     """The `model_index.json` of a folder of the embedded model's kind; None of anything else."""
     path = folder / "model_index.json"
-    index = read_object(path) if path.is_file() else {}
+    index = weight_files.read_object(path) if path.is_file() else {}
     return index if "stream" in index else None
 
 
@@ -235,18 +263,48 @@ def entry_of(weights: Path) -> CatalogueEntry:
     """
     if _embedded_index(weights) is not None:
         return catalogue.find(EMBEDDED)
-    file = weights_file(weights) if weights.is_dir() else weights
+    weight_files.check_one_expert(weights)
+    file = weight_files.weights_file(weights) if weights.is_dir() else weights
     alike: dict[int, list[CatalogueEntry]] = {}
-    for entry in catalogue.listed():
-        published = (*entry.weights.files, *entry.weights.others) if entry.weights is not None else ()
-        alike.setdefault(max((_parts_alike(Path(each), file) for each in published), default=0), []).append(entry)
-    found = alike[max(alike)]
+    for entry in catalogue.entries().values():
+        alike.setdefault(_likeness(entry, file), []).append(entry)
+    found = alike[max(alike)] if max(alike) else [each for each in catalogue.listed() if each.weights is not None]
     if len(found) == 1:
         return found[0]
+    weight_files.check_file(file)  # what it cannot be is said before what it could be
+    if file.suffix == weight_files.SAFETENSORS:
+        found = _of_its_size(file, found)
     raise ConfigError(
         f"{weights}: its name does not tell which model it is: it could be "
-        f"{', '.join(entry.name for entry in found)}. Say which with --model NAME"
+        f"{', '.join(entry.name for entry in found)}. Say which with --model NAME; Wan2.1 itself, which these grew "
+        "from, cannot stream"
     )
+
+
+def _of_its_size(file: Path, entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
+    """Those of `entries` that have as many blocks as a safetensors file says; all, where none has.
+
+    Raises:
+        ConfigError: it holds no transformer.
+    """
+    names = [bare(name) for name in parse_header(file).entries]
+    if (what := weight_files.what_it_holds(names)) and "--weights" not in what:
+        raise ConfigError(f"{file}: holds {what}")
+    sizes, count = catalogue.parts().architectures, block_count(names)
+    return [each for each in entries if sizes[each.architecture].blocks == count] or list(entries)
+
+
+def _likeness(entry: CatalogueEntry, file: Path) -> int:
+    """How many parts at the end of a file's path are as the entry's repository has them; 0 for a name that any model's
+    file may have. In a folder that is called as the repository, or where the hub's client puts it, it is that one's."""
+    if entry.weights is None:
+        return 0
+    repo, published = entry.weights.repo, (*entry.weights.files, *entry.weights.others)
+    own = {repo.split("/")[-1], f"models--{repo.replace('/', '--')}"}
+    in_own = any(part.removesuffix("-Diffusers") in own for part in file.parts)
+    found = max(_parts_alike(Path(each), file) for each in published)
+    usual = found <= 1 and file.name.split(".")[0] in weight_files.USUAL_STEMS
+    return (0 if usual and not in_own else found) + in_own * len(file.parts)
 
 
 def _parts_alike(one: Path, other: Path) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TIMESTEPS = 1000.0
 _GRID = 1000  # points of the grid on which the trainers' schedulers look noise levels up
+_TRUNCATED_FROM = 0.999  # where the grid of schedules with truncated timesteps begins, before the shift
 
 
 def shifted(sigma: float, shift: float) -> float:
@@ -51,7 +52,8 @@ class Schedule:
     chunk, where it has one of its own, with at least as many steps. `noise_scale`, in (0, 1], is the factor on the
     noise that a chunk begins with; not on noise that is mixed with input, nor on what somebody gives as what the first
     step receives. `grid_shift` says that the noise level of any timestep is that of the nearest grid point at this
-    shift, see `nearest` of `published`; None: it is timestep / 1000.
+    shift, see `nearest` of `published`; None: it is timestep / 1000. `renoise`, one less than steps, are the levels
+    that x_t of the second step and of later ones is made with, where they are not their `sigmas`.
 
     Raises:
         ConfigError: no step, other lengths, a value out of range or not below the one before it, or a first chunk with
@@ -63,6 +65,7 @@ class Schedule:
     first: Schedule | None = None
     noise_scale: float = 1.0
     grid_shift: float | None = None
+    renoise: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _check("steps", self.timesteps, TIMESTEPS, zero_end=True)
@@ -75,6 +78,12 @@ class Schedule:
             raise ConfigError(
                 f"the first chunk has {self.first.steps} steps and the others {self.steps}; it needs at least as many"
             )
+        if self.renoise is not None:
+            _check("renoise_sigmas", self.renoise, 1.0)
+            if len(self.renoise) != self.steps - 1:
+                raise ConfigError(
+                    f"renoise_sigmas are {len(self.renoise)} and steps {self.steps}; every step but the first needs one"
+                )
         if not 0 < self.noise_scale <= 1:
             raise ConfigError(f"noise_scale is {self.noise_scale:g}, but must be above 0 and at most 1")
 
@@ -82,6 +91,10 @@ class Schedule:
     def steps(self) -> int:
         """Denoise steps per chunk, the first one's left aside."""
         return len(self.timesteps)
+
+    def renoise_sigma(self, step: int) -> float:
+        """The noise level that x_t of `step`, from 1, is made with."""
+        return self.sigmas[step] if self.renoise is None else self.renoise[step - 1]
 
     def of(self, chunk: int) -> Schedule:
         """The schedule of chunk `chunk` of a stream, from 0."""
@@ -140,6 +153,7 @@ def published(
     keep_end: bool = False,
     timestep_dtype: str = "exact",
     first_noise_scale: float = 1.0,
+    truncated: bool = False,
 ) -> Schedule:
     """The schedule from a list as a model's authors give it.
 
@@ -156,9 +170,12 @@ def published(
         timestep_dtype: `bfloat16` where the authors' code tells timesteps in that type, which rounds them; noise levels
             stay as they are.
         first_noise_scale: `noise_scale` of `Schedule`.
+        truncated: the list is of timesteps that were cut to whole numbers, so that several noise levels of the authors'
+            grid have the same: x0 is made with the first of these, x_t with the second, as LingBot-World's code does.
 
     Raises:
-        ConfigError: see `Schedule`; a shift that is not above 0; an end to keep that is no 0, or not `nearest`.
+        ConfigError: see `Schedule`; a shift that is not above 0; an end to keep that is no 0, or not `nearest`; a
+            truncated timestep that is not on the grid.
     """
     if not 0 < shift < math.inf:
         raise ConfigError(f"shift is {shift:g}, but must be a number above 0")
@@ -166,6 +183,10 @@ def published(
     _check("steps", raw, TIMESTEPS, zero_end=keep_end)
     if keep_end and (raw[-1] != 0 or not nearest):
         raise ConfigError(f"keep_end is for a list that ends with 0, with nearest; this one ends with {raw[-1]:g}")
+    if truncated:
+        levels = [_truncated_levels(step, shift) for step in raw]
+        later = tuple(each[-1] for each in levels[1:])
+        return Schedule(raw, tuple(each[0] for each in levels), noise_scale=first_noise_scale, renoise=later or None)
     timesteps = tuple(TIMESTEPS * shifted(step / TIMESTEPS, shift) for step in raw) if warp else raw
     if nearest:
         sigmas = tuple(nearest_sigma(step, shift) for step in timesteps)
@@ -199,6 +220,15 @@ def nearest_sigma(timestep: float, shift: float) -> float:
     """
     wanted = timestep / TIMESTEPS
     return min(grid(shift), key=lambda sigma: abs(sigma - wanted))
+
+
+def _truncated_levels(timestep: float, shift: float) -> list[float]:
+    """The first two noise levels, or the only one, that have this whole timestep."""
+    points = (shifted(_TRUNCATED_FROM * (1 - i / _GRID), shift) for i in range(_GRID))
+    found = [sigma for sigma in points if int(TIMESTEPS * sigma) == timestep]
+    if not found:
+        raise ConfigError(f"steps has {timestep:g}, which no noise level at shift {shift:g} is told as")
+    return found[:2]
 
 
 def grid(shift: float) -> tuple[float, ...]:
@@ -260,3 +290,15 @@ def noise(shape: tuple[int, ...], *, seed: int, chunk: int, step: int) -> Tensor
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(counter_seed(seed, chunk, step)))
+
+
+def condition(latents: Tensor, masks: int, mask: Tensor | None = None) -> Tensor:
+    """What a picture is to an image-to-video model `[masks + C, n, h, w]`: `mask` `[masks, F, h, w]` (None: 1 on the
+    first latent frame alone), then `latents` `[C, F, h, w]`; the shorter is continued with its last latent frame."""
+    import torch
+
+    if mask is None:
+        mask = latents.new_zeros(masks, 2, *latents.shape[2:])
+        mask[:, 0] = 1
+    most = max(mask.shape[1], latents.shape[1])
+    return torch.cat([each[:, [min(i, each.shape[1] - 1) for i in range(most)]] for each in (mask, latents)])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field
 
-from streamdiff.core import Control
+from streamdiff.core import KV_CONTEXTS, Control
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
@@ -45,19 +45,65 @@ def choose_steps(wanted: int | None, known: tuple[int, ...], model: str) -> int:
 
 
 @dataclass(frozen=True)
+class ActionRows:
+    """What of a chunk's actions goes with it to every stage: float32 rows of `width` numbers. Its first latent frame
+    sees the first `window` of them, and each other one as many from `stride` rows further on."""
+
+    window: Count
+    stride: Count
+    width: Count
+
+    def shape(self, frames: int) -> tuple[int, int]:
+        """(rows, width) of a chunk of so many latent frames."""
+        return self.window + self.stride * (frames - 1), self.width
+
+
+@dataclass(frozen=True)
+class ActionModules:
+    """Matrix-Game 2's modules in `blocks`, see `transformer.actions`: attention of `heads` times `head_dim` channels,
+    of which the first `rope_dim` turn with the latent frame, on the base `theta`; each of `rows` has `keyboard`
+    numbers, which become `hidden`, and behind them `mouse` numbers, none without a mouse."""
+
+    blocks: tuple[int, ...]
+    heads: Count
+    head_dim: Count
+    keyboard: Count
+    mouse: int
+    hidden: Count
+    rope_dim: int
+    theta: Positive
+    rows: ActionRows
+
+
+CAMERA_ROWS = ActionRows(window=1, stride=1, width=16)
+"""What of a chunk's cameras goes with it: see `models.camera`."""
+CAMERA_CONTROLS = (
+    Control("forward", keys=("KeyS", "KeyW")),
+    Control("right", keys=("KeyA", "KeyD")),
+    Control("look_right", keys=("KeyJ", "KeyL", "ArrowLeft", "ArrowRight", "MouseX")),
+    Control("look_up", keys=("KeyK", "KeyI", "ArrowDown", "ArrowUp", "-MouseY")),
+)
+"""What steers a camera, as `models.camera.held_cameras` takes it."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Facts about a model that everyone plans with; what a model's file says of them is checked
     against the types (`tiny.folder`). Sizes of chunk, windows and sink are in latent frames; `text_shape`
     is (text tokens, text width) of a prompt's embeddings; `steps` are the numbers of denoise steps per chunk that
     it has, the one that it was made for first; `context_sigma`, 0 to 1, is the noise level at which the
     clean pass writes a finished chunk into the cache (0: as it is); `rope` says whether the sink keeps its rotary
-    positions (`absolute`) or stands right before the window (`relative`); `adaptive_sink` is the likeness, -1 to 1,
+    positions (`absolute`) or stands right before the window (`relative`), `positions` how many latent frames apart
+    anything was in training (None: no end), see `CacheGeometry.sink_at`; `adaptive_sink` is the likeness, -1 to 1,
     below which a new chunk takes a sink chunk's place (None: the sink stays as it is); `averaged_sink`, 0 to 1, is the
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
     again from its picture; `switch` is what a new prompt does to the past unless it says; each latent frame
-    has a vector of what the `controls` say, in their order."""
+    has a vector of what the `controls` say, in their order. The last `condition_channels` input channels say with what
+    picture the stream begins: a mask, with a channel for each frame of a latent frame, and latents. Where there are
+    `action_rows` what `controls` say goes to every stage as such rows, of which `actions` are made for; it streams in
+    `kv_contexts` alone."""
 
     name: str
     latent_channels: Count
@@ -76,6 +122,7 @@ class ModelSpec:
     clean_window_latents: Count | None = None
     context_sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
     rope: str = "relative"
+    positions: Count | None = None
     adaptive_sink: float | None = None
     averaged_sink: float | None = None
     schedules: tuple[Schedule, ...] = ()
@@ -84,6 +131,10 @@ class ModelSpec:
     context_pictures: bool = False
     switch: str = "keep"
     controls: tuple[Control, ...] = ()
+    condition_channels: int = 0
+    actions: ActionModules | None = None
+    action_rows: ActionRows | None = None
+    kv_contexts: tuple[str, ...] = KV_CONTEXTS
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""
@@ -127,6 +178,30 @@ class ModelSpec:
     def chunk_shape(self) -> tuple[int, int, int, int]:
         """Shape `[C, F, h, w]` of a chunk's latents."""
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
+
+    @property
+    def has_camera(self) -> bool:
+        """Whether what goes to every stage are cameras."""
+        return self.action_rows is not None and self.actions is None
+
+    @property
+    def control_planes(self) -> int:
+        """Input channels that say what is held, one for each control."""
+        return 0 if self.action_rows is not None else len(self.controls)
+
+    @property
+    def steering_shape(self) -> tuple[int, int] | None:
+        """Shape of the tensor that says what steers a chunk: rows of actions, which go to every stage, or a vector of
+        control planes for each latent frame, for the first stage; None: nothing does."""
+        if self.action_rows is not None:
+            return self.action_rows.shape(self.chunk_latents)
+        return (self.chunk_latents, len(self.controls)) if self.controls else None
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        """Shape of what the transformer is given of a chunk: its latents, then its condition."""
+        channels, *size = self.chunk_shape
+        return channels + self.condition_channels, size[0], size[1], size[2]
 
 
 def with_size(spec: ModelSpec, width: int, height: int) -> ModelSpec:
@@ -176,7 +251,21 @@ def check_spec(spec: ModelSpec) -> None:
         raise ConfigError(f"--context-noise is {spec.context_sigma * sampling.TIMESTEPS:g}, but must be from 0 to 1000")
 
 
+def context_fault(spec: ModelSpec, kv_context: str) -> str | None:
+    """Why a model does not stream in a KV context; None: it does."""
+    if kv_context in spec.kv_contexts:
+        return None
+    return (
+        f"kv_context is {kv_context}; {spec.name} streams in {' or '.join(spec.kv_contexts)} alone: nobody measured "
+        "how it keeps its quality in others"
+    )
+
+
 def _check_sink(spec: ModelSpec) -> None:
+    if spec.actions is not None and spec.sink_latents:
+        raise ConfigError(
+            f"--sink is {spec.sink_latents}; what {spec.name} keeps of actions has no sink, so leave it out"
+        )
     sink, chunk, adaptive, averaged = spec.sink_latents, spec.chunk_latents, spec.adaptive_sink, spec.averaged_sink
     if adaptive is not None and averaged is not None:
         raise ConfigError("--adaptive-sink and --averaged-sink are two ways to change the sink; give one of them")

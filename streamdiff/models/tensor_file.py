@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from streamdiff.atomic_write import check_free, check_parent, temporary_sibling
 from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.models import sampling
+from streamdiff.models.camera import track_cameras
 from streamdiff.models.headers import (
     ITEM_BYTES,
     LENGTH_BYTES,
@@ -29,17 +32,22 @@ from streamdiff.models.headers import (
     FileSpec,
     FreeDim,
     Shape,
+    actions_contract,
     check_contract,
+    condition_contract,
+    features_contract,
     latents_contract,
     noise_contract,
     parse_header,
     prompt_embeds_contract,
+    track_contract,
 )
 from streamdiff.models.sampling import TIMESTEPS
 
 SUFFIX = ".safetensors"
 _MOST_PARTS = 10**12  # the header has room for this count
 _ALIGN_BYTES = 8
+_NO_ROTATION = 1e-3  # how far a matrix times its transpose may be from one
 
 
 def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
@@ -88,10 +96,10 @@ def read_noise(
     return initial, renoise
 
 
-def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor) -> None:
-    """Raises ConfigError unless both are for as many chunks."""
+def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor, what: str = "chunks") -> None:
+    """Raises ConfigError unless both are for as many chunks, or frames."""
     if len(tensor) != len(of):
-        raise ConfigError(f"{path}: {name} is for {len(tensor)} chunks, and {other} for {len(of)}")
+        raise ConfigError(f"{path}: {name} is for {len(tensor)} {what}, and {other} for {len(of)}")
 
 
 def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
@@ -101,6 +109,87 @@ def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
         ConfigError: see `read` and `latents_contract`.
     """
     return read(path, latents_contract(chunk_shape, chunks=chunks))["latents"]
+
+
+def read_condition(path: Path, chunk_shape: Shape, masks: int) -> Tensor:
+    """What a picture makes of a stream `[masks + C, n, h, w]`, float32: a mask (without one in the file: 1 on the first
+    latent frame), then latents. What is shorter continues with its last latent frame.
+
+    Raises:
+        ConfigError: see `read` and `condition_contract`.
+    """
+    found = read(path, condition_contract(chunk_shape, masks))
+    return sampling.condition(found["latents"], masks, found.get("mask"))
+
+
+def read_features(path: Path, width: int) -> Tensor:
+    """A picture's features `[T, width]`, float32. ConfigError: see `read` and `features_contract`."""
+    return read(path, features_contract(width))["clip_features"].flatten(0, -2)
+
+
+def read_actions(path: Path, frames: int, keyboard: int, mouse: int) -> Tensor:
+    """Actions `[n, keyboard + mouse]` for each of at least so many `frames` of the video, float32.
+
+    Raises:
+        ConfigError: see `read` and `actions_contract`; a mouse that has not as many rows as the keyboard.
+    """
+    found = read(path, actions_contract(frames, keyboard, mouse))
+    for name, tensor in found.items():
+        _check_count(path, name, tensor, "keyboard", found["keyboard"], "frames")
+    return torch.cat([found[name] for name in ("keyboard", "mouse") if name in found], 1)
+
+
+def read_cameras(path: Path, frames: int, size: tuple[int, int], *, chunks: int) -> Tensor:
+    """Cameras `[n, frames, VALUES]` of at least `chunks` chunks of so many latent frames, for pictures of `size`
+    (width, height), of a track: see `camera.track_cameras`.
+
+    Raises:
+        ConfigError: see `read_track`; it is for fewer.
+    """
+    found = track_cameras(read_track(path), frames, *size)
+    if len(found) < chunks:
+        raise ConfigError(
+            f"{path}: is for {len(found)} chunks of {frames} latent frames, and --chunks is {chunks}; n latent frames "
+            "are 4 n - 3 frames",
+            field="controls",
+        )
+    return found
+
+
+def read_track(path: Path) -> dict[str, Tensor]:
+    """A camera's track, as `camera.track_cameras` takes it: of a safetensors file, or of NumPy's `poses.npy` and
+    `intrinsics.npy` beside it.
+
+    Raises:
+        ConfigError: see `read` and `track_contract`; poses that are no rotations, or a focal length of 0 or less.
+    """
+    if path.suffix == ".npy" and path.exists():
+        found = {"poses": _read_array(path, (4, 4))}
+        if (beside := path.with_name("intrinsics.npy")).exists():
+            found["intrinsics"] = _read_array(beside, (4,))
+    else:
+        found = read(path, track_contract(not path.exists() or "keyboard" not in parse_header(path).entries))
+    for name, tensor in found.items():
+        if name == "intrinsics" and not bool((tensor[:, :2] > 0).all()):
+            raise ConfigError(f"{path}: intrinsics: expected focal lengths above 0, got {tensor[:, :2].min():g}")
+        if name == "poses":
+            turns = tensor[:, :3, :3]
+            off = (turns @ turns.mT - torch.eye(3)).abs().amax((1, 2)) + (torch.linalg.det(turns) < 0)
+            if float(off.max()) > _NO_ROTATION:
+                raise ConfigError(f"{path}: poses: expected rotations, got {turns[off.argmax()].tolist()}")
+    return found
+
+
+def _read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """The numbers `[n, *shape]` in a file of NumPy's; ConfigError for others."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    wanted, got = ["n", *shape], list(getattr(array, "shape", ()))
+    if got[1:] != list(shape) or not got[0] or array.dtype.kind != "f" or not np.isfinite(array).all():
+        raise ConfigError(f"{path}: expected finite numbers of shape {wanted}, got {array.dtype} {got}")
+    return torch.from_numpy(array)
 
 
 def not_finite(tensor: Tensor) -> str:

@@ -35,9 +35,9 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from streamdiff.atomic_write import temporary_sibling
 from streamdiff.device import pick_dtype, side_stream
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint import check_fit, open_checkpoint
+from streamdiff.models.checkpoint import Checkpoint, check_fit, checked, open_checkpoint
 from streamdiff.models.spec import ParsedPrompt, TextEncoder
-from streamdiff.models.weight_files import read_object
+from streamdiff.models.weight_files import read_object, some, what_it_holds
 
 TEXT_TOKENS = 512
 _UMT5: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "umt5_xxl.yaml").read_text(encoding="utf-8"))
@@ -83,11 +83,7 @@ class WanText(TextEncoder):
         self._files = find_text_files(path)
         self._config = read_config(self._files)
         self.width: int = self._config.d_model
-        if width not in (None, self.width):
-            raise ConfigError(
-                f"{path}: the text encoder is {self.width} wide (d_model), but the transformer asks for {width} "
-                "(text_dim)"
-            )
+        _check_width(path, self.width, width)
         self.output = torch.device(output or device or "cpu")
         self.device = choose_device(self._files, self.output) if device is None else torch.device(device)
         self.dtype = pick_dtype("auto", self.device)
@@ -125,7 +121,7 @@ class WanText(TextEncoder):
         be written to.
 
         Raises:
-            ConfigError, ValueError: see `encode_anew`.
+            ConfigError: see `encode_anew`.
         """
         return self._remembered(text)
 
@@ -146,8 +142,7 @@ class WanText(TextEncoder):
         of a text padded to T tokens, which takes ten times as long.
 
         Raises:
-            ConfigError: weights that are not those of the encoder.
-            ValueError: the encoder gives values that are not finite.
+            ConfigError: weights that are not those of the encoder, or that give values that are not finite.
         """
         tokens = self.tokens(text)
         with self._encoding:
@@ -157,7 +152,7 @@ class WanText(TextEncoder):
                 ids = tokens.to(self.device)
                 hidden = self._encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
         if not bool(hidden.isfinite().all()):
-            raise ValueError(f"the text encoder in {self.path} gave values that are not finite in {self.dtype}")
+            raise ConfigError(f"the text encoder in {self.path} gave values that are not finite in {self.dtype}")
         embeddings = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.output)
         embeddings[: len(hidden)] = hidden.to(self.output)
         return embeddings
@@ -236,9 +231,11 @@ def find_text_files(path: Path) -> TextFiles:
     `google/umt5-xxl` or `tokenizer` beside it; or the folder that has these two.
 
     Raises:
-        ConfigError: a file without a tokenizer, or several that could be meant.
+        ConfigError: nothing of this kind, a file without a tokenizer, or several that could be meant.
     """
-    if path.is_file():
+    if not path.is_dir():
+        if (what := what_it_holds(open_checkpoint(path).names)) and "--text-encoder" not in what:
+            raise ConfigError(f"{path}: not Wan's text encoder: it holds {what}")
         return TextFiles(path, _tokenizer_beside(path))
     files = [] if (path / "text_encoder").is_dir() else sorted(path.glob(_WEIGHTS))
     if len(files) > 1:
@@ -247,6 +244,16 @@ def find_text_files(path: Path) -> TextFiles:
         )
     if files:
         return TextFiles(files[0], _tokenizer_beside(files[0]))
+    if not (path / "text_encoder").is_dir():
+        config = path / "config.json"
+        if config.is_file() and read_object(config).get("model_type") == "umt5":
+            raise ConfigError(
+                f"{path}: is the text encoder alone; give the folder that has text_encoder and tokenizer: {path.parent}"
+            )
+        raise ConfigError(
+            f"{path}: has no text encoder; expected text_encoder and tokenizer in it, as diffusers has them, or "
+            f"{_WEIGHTS} with google/umt5-xxl; it has {some(sorted(each.name for each in path.iterdir())) or 'nothing'}"
+        )
     return TextFiles(path / "text_encoder", path / "tokenizer")
 
 
@@ -291,6 +298,41 @@ def load_encoder(files: TextFiles, config: UMT5Config, device: torch.device, dty
     Raises:
         ConfigError: no such encoder; or tensors that are missing, unexpected or misshapen, which are listed.
     """
+    encoder, checkpoint, sources = _outlined(files, config)
+    for name, source in sources.items():  # one by one: a file with scales is larger as it is read
+        one = checked(files.weights, {name: checkpoint.read(source)}, device, dtype)
+        encoder.load_state_dict(one, strict=False, assign=True)
+    encoder.set_input_embeddings(encoder.shared)
+    encoder.requires_grad_(False)
+    encoder.train(False)
+    return encoder
+
+
+def check_text_files(path: Path, width: int) -> None:
+    """Open the text encoder at `path` as `WanText` does, for a transformer that asks for texts of this `width`, without
+    reading weights or words.
+
+    Raises:
+        ConfigError: as `WanText` and `load_encoder`, but for values.
+    """
+    files = find_text_files(path)
+    config = read_config(files)
+    _check_width(path, config.d_model, width)
+    _outlined(files, config)
+    revision(files)
+    _check_tokenizer(files.tokenizer)
+
+
+def _check_width(path: Path, width: int, wanted: int | None) -> None:
+    if wanted not in (None, width):
+        raise ConfigError(
+            f"{path}: the text encoder is {width} wide (d_model), but the transformer asks for {wanted} (text_dim)"
+        )
+
+
+def _outlined(files: TextFiles, config: UMT5Config) -> tuple[UMT5EncoderModel, Checkpoint, dict[str, str]]:
+    """The encoder without memory, its checkpoint, and the stored name of each tensor. ConfigError as `load_encoder`,
+    but for values."""
     path = files.weights
     checkpoint = open_checkpoint(path, names=_STEMS)
     try:
@@ -298,16 +340,18 @@ def load_encoder(files: TextFiles, config: UMT5Config, device: torch.device, dty
             encoder = UMT5EncoderModel(config)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path}: the text encoder cannot be loaded: {error}") from error
-    found = {_name(name): checkpoint.read(name) for name in checkpoint.names}
+    sources = _sources(checkpoint)
+    wanted = {name: tensor.shape for name, tensor in encoder.state_dict().items() if name != _SAME_TABLE}
+    check_fit(path, {name: checkpoint.entries[source] for name, source in sources.items()}, wanted)
+    return encoder, checkpoint, sources
+
+
+def _sources(checkpoint: Checkpoint) -> dict[str, str]:
+    """Stored names of tensors by those of transformers, the table of words under one of its two names."""
+    found = {_name(name): name for name in checkpoint.names}
     if (table := found.pop(_SAME_TABLE, None)) is not None:
         found.setdefault(_TABLE, table)
-    wanted = {name: tensor.shape for name, tensor in encoder.state_dict().items() if name != _SAME_TABLE}
-    check_fit(path, found, wanted)
-    encoder.load_state_dict({name: found.pop(name).to(device, dtype) for name in wanted}, strict=False, assign=True)
-    encoder.set_input_embeddings(encoder.shared)
-    encoder.requires_grad_(False)
-    encoder.train(False)
-    return encoder
+    return found
 
 
 def _name(original: str) -> str:
@@ -320,10 +364,7 @@ def _name(original: str) -> str:
 
 def load_tokenizer(path: Path, words: int) -> Any:
     """The tokenizer of an encoder that knows `words` words."""
-    if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words
-        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(TOKENIZER_FILES)}")
+    _check_tokenizer(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
     except Exception as error:  # a damaged file makes the tokenizers library raise just that
@@ -334,6 +375,13 @@ def load_tokenizer(path: Path, words: int) -> Any:
             "do not belong together"
         )
     return tokenizer
+
+
+def _check_tokenizer(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words
+        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(TOKENIZER_FILES)}")
 
 
 def choose_device(files: TextFiles, device: torch.device) -> torch.device:
@@ -349,7 +397,10 @@ def revision(files: TextFiles) -> str:
     """Of the files as they are now; weights are not read."""
     digest, weights = hashlib.sha256(), [files.weights] if files.original else files.weights.glob("*")
     for path in sorted([*weights, *files.tokenizer.glob("*")]):
-        state = path.stat()
+        try:
+            state = path.stat()
+        except OSError as error:  # a link that leads nowhere
+            raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
         digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 

@@ -18,7 +18,7 @@ from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models.loader import Kernels, ModelLoader
+from streamdiff.models.loader import PARTS, Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 _OWN_AFFAIR = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
 """Settings in which ranks may differ."""
 
+_TOLD = ("device", "dtype", "steps", "attention", "compile", "lora")
+"""Settings that are said at every start; of the others `streamdiff doctor` tells."""
+
 _GRAPH_SESSIONS = 8
 """Sessions of a server whose caches have graphs of CUDA, where half of the memory for caches has room for them."""
 
@@ -54,9 +57,9 @@ _GRAPH_SESSIONS = 8
 class LoadPlan:
     """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.resolve`),
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
-    the denoise steps of a session that does not name its own, `choices` says why settings are as they are, a line for
-    each, `notes` what a user should know, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one
-    call decodes, and `runs` first and last block (exclusive) of each stage.
+    the denoise steps of a session that does not name its own, `choices` says why settings are as they are, `notes` what
+    a user should know, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one call decodes, and
+    `runs` first and last block (exclusive) of each stage.
     With `reference` embeddings come in and latents out, so there is neither text encoder nor decoder, and the
     autoencoder is in float32.
 
@@ -67,7 +70,7 @@ class LoadPlan:
     models: ModelLoader
     sizes: ModelSizes
     steps: int
-    choices: tuple[str, ...]
+    choices: tuple[resolve.Choice, ...]
     notes: tuple[str, ...]
     cudnn_benchmark: bool
     channels_last: bool | None
@@ -163,6 +166,22 @@ class LoadPlan:
             libraries=LIBRARIES_BYTES if on_cuda else 0,
         )
 
+    def kept_cameras(self, free: int) -> int:
+        """Bytes that a session takes on this rank, of `free` ones, for what cameras do to its blocks; 0: that is made
+        step by step, as there is no camera, or no room beside caches and graphs' own copies, or several chunks are in
+        flight, or blocks come and go."""
+        config, stage = self.config, self.rank // self.config.shares
+        if config.kv_context != "clean" or config.offload != "none" or stage >= config.stages:
+            return 0
+        first, end = self.runs[stage]
+        nbytes = self.sizes.camera_values(end - first, config.shares) * self.models.dtype.itemsize
+        return nbytes if free >= self.demand.memory()[self.rank].caches + nbytes * (1 + self.graph_rows) else 0
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of which CUDA graphs keep a copy of what their blocks are given."""
+        return self.max_rows if self.device.type == "cuda" and self.preallocated is not None else 0
+
     @cached_property
     def swap_bytes(self) -> int:
         """Host memory of this rank for sessions that are swapped out."""
@@ -180,12 +199,11 @@ class LoadPlan:
 
     def session_bytes(self) -> int:
         """Bytes for sessions on this rank, now that the weights are loaded."""
-        config, demand, rank = self.config, self.demand, self.rank
-        work = demand.memory()[rank].work + demand.libraries
-        free = free_bytes(config, self.device, _ranks_here(), work, self.swap_bytes)
+        config, own = self.config, self.demand.memory()[self.rank]
+        free = free_bytes(config, self.device, _ranks_here(), own.work, self.swap_bytes)
         if config.device_memory_gb is None:
             return free
-        return max(0, min(free, round(config.device_memory_gb * 1e9) - demand.without_sessions(rank)))
+        return max(0, min(free, round(config.device_memory_gb * 1e9) - own.total + own.sessions))
 
 
 def _ranks_here() -> int:
@@ -202,20 +220,23 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """
     models = ModelLoader(config, device)
     spec = models.live_spec()
-    settled = resolve.settle(config, device.type, spec.steps, lambda: compile_fault(device))
-    choices = tuple(map(str, settled.choices))
+    models.check_files(*PARTS)
+    fault = None if spec.actions is None else "action modules have caches that graphs do not know yet"
+    settled = resolve.settle(config, device.type, spec.steps, lambda: fault or compile_fault(device))
+    merged = (resolve.Choice("lora", f"{each.path}:{each.scale:g}", "merged") for each in models.model.loras)
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
+        small = config.latent_space is not None  # only small ones have one
+        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae, small=small)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
     check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]
     runs = stage_blocks(config, sizes, steps, device.type, models.dtype.itemsize)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
-        settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,
-        settled.channels_last, decode_latents, runs,
+        settled.config, models, sizes, steps, (*settled.choices, *merged), (models.model.note,),
+        settled.cudnn_benchmark, settled.channels_last, decode_latents, runs,
     )  # fmt: skip
 
 
@@ -247,11 +268,12 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         plan = replace(plan, runs=tuple((first, end) for first, end in context.of_head("blocks", plan.runs)))
     if limits := _device_limits(config, device):
         check_fit(plan.demand, rank, limits)
-        if any(plan.demand.total(rank) > limit for limit, _ in limits):
+        if any(plan.demand.totals[rank] > limit for limit, _ in limits):
             plan = replace(plan, decode_latents=1)
             _tell(["decoder's call: a latent frame (a chunk takes more memory than there is)"], f"rank {rank}: ")
     if rank == 0:
-        _tell(plan.choices, "")
+        told = ", ".join(f"{each.setting} {each.value}" for each in plan.choices if each.setting in _TOLD)
+        logger.info("%s (all settings, with reasons: streamdiff doctor)", told)
     if rank < config.stage_ranks:
         torch.set_num_threads(config.threads)
         kernels, tried = try_kernels(config, plan.sizes, device, plan.models.dtype)

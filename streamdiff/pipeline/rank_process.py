@@ -41,12 +41,13 @@ from streamdiff.session_state.swap_store import SwapStore
 class LoadedRank:
     """The parts of one rank. `model` is None on a rank that only decodes, a `Model` on rank 0; `decoder` is None where
     another rank decodes. `memory` is what there is for sessions, now that the weights are loaded; `swaps` keeps those
-    that are swapped out."""
+    that are swapped out; `keeps_cameras` as of `ModelRunner`."""
 
     model: StageModel | None
     decoder: PictureDecoder | None
     memory: RankMemory
     swaps: SwapStore
+    keeps_cameras: bool = False
 
 
 def load_rank(plan: LoadPlan) -> LoadedRank:
@@ -68,18 +69,21 @@ def load_rank(plan: LoadPlan) -> LoadedRank:
             text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
             dtype = torch.float32 if plan.reference else plan.models.decoder_dtype
-            reencoder = load_autoencoder(found.found_vae, "both", device, dtype)
+            reencoder = load_autoencoder(found.found_vae, "both", device, dtype, config.latent_space)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
     free = plan.session_bytes()
     if text is not None and device.type == "cuda":
         free = max(0, free - awaited_bytes(text, device))
-    return LoadedRank(model, decoder, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
+    cameras = plan.kept_cameras(free)
+    memory = RankMemory(free - cameras * plan.graph_rows, remembered + cameras, plan.swap_bytes)
+    return LoadedRank(model, decoder, memory, plan.swap_store(), cameras > 0)
 
 
 def _load_decoder(plan: LoadPlan) -> PictureDecoder:
-    network = load_autoencoder(plan.models.model.found_vae, "decoder", plan.device, plan.models.decoder_dtype)
+    found, space = plan.models.model.found_vae, plan.config.latent_space
+    network = load_autoencoder(found, "decoder", plan.device, plan.models.decoder_dtype, space)
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9.
     if plan.channels_last is not None:
         network.set_channels_last(plan.channels_last)
@@ -153,7 +157,7 @@ def start_rank(plan: LoadPlan, context: RankContext | None) -> StartedRank:
     parts = links = None
     if loaded.model is not None:
         parts = connect_stage(loaded.model, place, device, watch.enter)
-        parts.stage.swaps = loaded.swaps
+        parts.stage.swaps, parts.stage.keeps_cameras = loaded.swaps, loaded.keeps_cameras
         if context is not None:
             parts.stage.exchange = StoreExchange(context.store)
     else:

@@ -19,6 +19,7 @@ from streamdiff.core import MicroStep, control_values
 from streamdiff.errors import NOT_FINITE, RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
+from streamdiff.models.spec import context_fault
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S
 from streamdiff.pipeline.distributed.link import LocalLink, NoLink, Receiver, Sender
@@ -310,10 +311,13 @@ class Ring:
             given: what a reference run gives besides.
 
         Raises:
+            RequestError: a KV context that the model does not stream in.
             ValueError: a bad KV context, or the session is open.
         """
         schedule = self.sampler.spec.schedule(steps) if isinstance(steps, int) else steps
         steps, first = schedule.steps, schedule.of(0).steps
+        if fault := context_fault(self.sampler.spec, kv_context):
+            raise RequestError("kv_context", fault)
         if first > steps and self.sampler.spec.first_chunks > 1:
             raise ValueError("a first chunk of another length that also has more steps is not built")
         # All that can fail comes before anybody knows of the session: a slot that is half open could never be used.
@@ -433,6 +437,7 @@ class Ring:
         video = old.video if start is None else None
         state = self.sampler.prepare(seed, schedule, old.kv_context, start, video, given)
         state.held = old.held  # keys stay down
+        state.condition = old.condition if state.condition is None else state.condition
         self.scheduler.reset(session, epoch)
         self._forget_retries(session)
         self._change_steps()

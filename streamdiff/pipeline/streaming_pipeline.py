@@ -20,6 +20,7 @@ from streamdiff.core import Chunk, Frames, ModelInfo, StreamProgress, min_ahead_
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
+from streamdiff.models.picture_text import PictureText
 from streamdiff.models.sampling import Schedule, blended
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
@@ -29,7 +30,7 @@ from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.ring import Ring, RingParts
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
-from streamdiff.pipeline.runner.sampler import Finished
+from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
 from streamdiff.pipeline.snapshot.resting import RestingStates
 from streamdiff.pipeline.throughput import PipelineFigures
 from streamdiff.pipeline.video_input.feeding import VideoInputs
@@ -75,7 +76,7 @@ class StreamingPipeline(Ring):
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
-            spec.text_shape, spec.chunk_shape, spec.first_chunks, spec.controls,
+            spec.text_shape, spec.chunk_shape, spec.first_chunks, spec.controls, spec.condition_channels > 0,
         )  # fmt: skip
         self.budget, self._workers, self._watchdog_s, self._pictures = budget, workers, watchdog_s, pictures
         self.streams: dict[int, StreamProgress] = {}  # by session
@@ -120,6 +121,7 @@ class StreamingPipeline(Ring):
                 "steps", f"steps is {steps}; model {self.info.model} has {', '.join(map(str, self.model.spec.steps))}"
             )
         need = self.budget.need(steps=steps, kv_context=kv_context) if self.budget is not None else []
+        more = self._with_picture(more)
         super().open(session, conditioning, epoch=epoch, steps=steps, kv_context=kv_context, **more)
         if self.budget is not None:
             self.budget.take(session, need)
@@ -135,6 +137,11 @@ class StreamingPipeline(Ring):
         if self._pictures is None:
             raise RequestError("image", f"model {self.info.model} encodes no pictures; begin from a prompt alone")
         return self._pictures.encode(picture)
+
+    def see(self, picture: NDArray[np.uint8]) -> Tensor | None:
+        """What a model that has this in a prompt's place sees in a start picture; None: it takes a prompt. From any
+        thread. Raises ConfigError as `PictureText.see`."""
+        return self.text.see(picture) if isinstance(self.text, PictureText) else None
 
     def features_of(
         self,
@@ -153,6 +160,8 @@ class StreamingPipeline(Ring):
         the latents counts.
         """
         spec, conditioning, given = self.model.spec, None, None
+        if spec.condition_channels and latents is not None:
+            raise RequestError("image_latents", f"model {spec.name} begins with a picture, not with finished latents")
         if embeddings is not None:
             conditioning = torch.zeros(spec.text_shape)
             conditioning[: len(embeddings)] = torch.from_numpy(np.array(embeddings))
@@ -167,8 +176,15 @@ class StreamingPipeline(Ring):
         first (`swap_in`), as that takes memory."""
         self.resting.forget(session)
         self.scheduler.hold(session, False)
-        super().reset(session, conditioning, epoch=epoch, **more)
+        super().reset(session, conditioning, epoch=epoch, **self._with_picture(more))
         self._begin(session, self.streams[session].background, epoch)
+
+    def _with_picture(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `open` and `reset`: an encoded picture is the condition of a model that has one, and elsewhere
+        what the stream continues from."""
+        if not self.model.spec.condition_channels or more.get("start") is None:
+            return more
+        return {**more, "start": None, "given": StreamInputs(condition=more["start"])}
 
     def next_chunk(self, session: int) -> int:
         """The chunk that is admitted next."""

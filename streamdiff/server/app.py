@@ -56,6 +56,7 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, not_ready()
+    app.state.session_per_visitor = config.serve.session_per_visitor
     routers = [webrtc.watching, webrtc.feeding, sessions.router, control.router, control.probes, videos.router]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
@@ -150,5 +151,8 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
         return respond(Problem(error.status_code, str(error.detail), headers), route_path(request.scope))
 
 
-async def _page() -> Response:
-    return Response((STATIC / "index.html").read_bytes(), media_type="text/html; charset=utf-8")
+async def _page(request: Request) -> Response:
+    page = (STATIC / "index.html").read_bytes()
+    if request.app.state.session_per_visitor:  # the page opens it
+        page = page.replace(b"<html", b"<html data-own-session", 1)
+    return Response(page, media_type="text/html; charset=utf-8")

@@ -15,7 +15,7 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.process.supervisor import EngineSupervisor
-from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
+from streamdiff.server.auth import Role, Tokens, link_role, read_snapshot_key, role_of
 from streamdiff.server.jobs import runner as job_runner
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
@@ -28,10 +28,13 @@ from streamdiff.server.sessions.control import EngineStatus
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, Manager
+from streamdiff.server.sessions.wheel import Watcher
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Feeders, Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
+VISITS_PER_S, VISIT_BURST = 0.2, 10.0
+"""Sessions that visitors open from one address."""
 MAX_SOCKETS = 64
 MAX_SNAPSHOTS, MAX_CLIPS = 2, 8
 _BEARER = {"WWW-Authenticate": 'Bearer realm="streamdiff"'}
@@ -60,6 +63,7 @@ class AppState:
         serve = config.serve
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
+        self._visits = PerAddressLimiter(VISITS_PER_S, VISIT_BURST)
         self.manager = Manager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
@@ -83,6 +87,13 @@ class AppState:
         await self.feeders.end_session(session)
         await self.viewers.end_session(session)
         await self.outputs.end_session(session)
+
+    async def remove(self, session: LiveSession, peer: str) -> None:
+        """End the connection of a peer that the session's owner does not want. Does nothing for one that is gone."""
+        if peer in session.peers:
+            session.peers[peer][0]({"type": "session_ended", "reason": "removed"})  # ends sockets and events
+            await asyncio.sleep(0)  # lets the data channel send it
+            self.viewers.end_soon(peer, "removed")
 
     def _make_jobs(self, folder: Path, connection: EngineSupervisor) -> JobRunner:
         """The runner of the server's jobs, connected to the manager's events. Mutates: manager."""
@@ -113,7 +124,11 @@ class AppState:
 
     def role(self, request: HTTPConnection, session: LiveSession | None = None) -> Role:
         """Role of a caller for a session, or for the server where that is None."""
-        return role_of(_token_of(request), self._tokens, session.tokens if session else None)
+        role = role_of(_token_of(request), self._tokens, session.tokens if session else None)
+        link = request.query_params.get("token") if self.config.serve.view_links else None
+        if link is not None and session is not None:
+            role = max(role, link_role(link, session.id, clock.wall_s(), (self._tokens, session.tokens or Tokens())))
+        return role
 
     def require(self, request: HTTPConnection, needed: Role, session: LiveSession | None = None) -> None:
         """Raises Problem: 401 for a missing or wrong token, 403 for one that is good for less."""
@@ -135,6 +150,8 @@ class AppState:
         if role is Role.NOBODY or (role < needed and _token_of(request) is None):
             said = "This takes a token: send it as `Authorization: Bearer ...`."
             said = said if _token_of(request) is None else "The token is not one that is known here."
+            if self.config.serve.view_links and "token" in request.query_params:
+                said += " The link in `token` has expired, or is not signed for this session, or would let watch alone."
             raise Problem(401, said, _BEARER, code="token")
         if role < needed:
             raise Problem(403, "You may watch, not steer: that takes the control token.", code="forbidden")
@@ -147,9 +164,14 @@ class AppState:
         """Whether a caller may control a session."""
         return self.role(request, session) is Role.CONTROLLER
 
-    def limit(self, request: HTTPConnection) -> None:
-        """Count a request that changes something. Raises Problem: 429 for too many from one address."""
-        self._requests.check(address_of(request), "requests", clock.monotonic_s())
+    def owns(self, request: HTTPConnection, session: LiveSession) -> bool:
+        """Whether a caller shows a control token of a session. Nobody owns one that takes none."""
+        return _token_of(request) is not None and self.may_control(request, session)
+
+    def limit(self, request: HTTPConnection, visits: bool = False) -> None:
+        """Count a request that changes something, or opens a session for a visitor. Raises Problem: 429 for too many
+        from one address."""
+        (self._visits if visits else self._requests).check(address_of(request), "requests", clock.monotonic_s())
 
     def session(self, request: HTTPConnection) -> LiveSession:
         """The session a request is about, which it may watch: of its path, else of its query, else the default one.
@@ -166,8 +188,8 @@ class AppState:
         self.require(request, Role.VIEWER, session)
         return session
 
-    def controllable_session(self, request: HTTPConnection) -> LiveSession:
-        """The session that a request is about to change, and may.
+    def controllable_session(self, request: HTTPConnection, wheel: bool = False) -> LiveSession:
+        """The session that a request is about to change, and may; `wheel`: as may who has the wheel.
 
         Raises:
             Problem: 404, 410, 401, 403, 429, 503.
@@ -175,7 +197,8 @@ class AppState:
         with count_refusals(self.metrics.controls, "any"):
             self.limit(request)
             session = self.running_session(request)
-            self.require(request, Role.CONTROLLER, session)
+            if not (wheel and session.wheel.holds(watcher_of(request, session))):
+                self.require(request, Role.CONTROLLER, session)
         return session
 
     def running_session(self, request: HTTPConnection) -> LiveSession:
@@ -213,6 +236,11 @@ def _token_of(request: HTTPConnection) -> str | None:
     offered: list[str] = request.scope.get("subprotocols", [])
     shown = [each.removeprefix(TOKEN_PROTOCOL) for each in offered if each.startswith(TOKEN_PROTOCOL)]
     return shown[0] if shown else None
+
+
+def watcher_of(request: HTTPConnection, session: LiveSession) -> Watcher | None:
+    """Who a caller is at a session's wheel; None: it does not say."""
+    return session.wheel.find(request.headers.get("wheel-token", ""))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -156,3 +157,16 @@ def role_of(token: str | None, server: Tokens, session: Tokens | None = None) ->
     if server.control is not None:
         return Role.VIEWER if session is None else Role.NOBODY
     return Role.CONTROLLER if session is None else Role.VIEWER
+
+
+def link_role(link: str, session: str, now_s: float, signers: Sequence[Tokens]) -> Role:
+    """The role that a signed link grants for a session: to watch it until it expires, or none. `link` is
+    `EXPIRY.SIGNATURE`: seconds since 1970 and, as hexadecimal digits, HMAC-SHA256 of `view SESSION EXPIRY` under a
+    control token of one of the `signers`. `now_s` is wall-clock time."""
+    expiry, _, signature = link.partition(".")
+    if not re.fullmatch("[0-9]{1,12}", expiry) or int(expiry) <= now_s:
+        return Role.NOBODY
+    said, given = f"view {session} {expiry}".encode(), signature.encode("utf-8", "replace")
+    keys = [signer.control.encode() for signer in signers if signer.control is not None]
+    good = [hmac.compare_digest(given, hmac.new(key, said, "sha256").hexdigest().encode()) for key in keys]
+    return Role.VIEWER if any(good) else Role.NOBODY

@@ -287,7 +287,8 @@ class HttpServer(uvicorn.Server):
         self._full_s = -FULL_AGAIN_S
         if serve.tls_cert is not None and serve.tls_key is not None:
             self._certificate = Certificate(serve.tls_cert, serve.tls_key)
-        connections = Connections(max_connections or MAX_CONNECTIONS, serve.address_share, serve.trusted_proxies)
+        proxies = [*serve.trusted_proxies, *map(_mapped, serve.trusted_proxies)]
+        connections = Connections(max_connections or MAX_CONNECTIONS, serve.address_share, proxies)
         protocol = partial(BoundedProtocol, connections=connections, largest_bytes=LARGEST_SNAPSHOT_BYTES)
         super().__init__(
             uvicorn.Config(
@@ -301,7 +302,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=1,
                 # By itself uvicorn believes what this machine's own programs say about who they speak for.
                 proxy_headers=bool(serve.trusted_proxies),
-                forwarded_allow_ips=list(serve.trusted_proxies),
+                forwarded_allow_ips=proxies,
                 ws=BoundedWebSocket,
                 ws_max_size=2 * MAX_MESSAGE_BYTES,  # the answer to a message a little too long can still be given
                 ws_per_message_deflate=False,
@@ -339,6 +340,12 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _mapped(network: str) -> str:
+    """How an IPv4 network is called at a socket for IPv6 and IPv4."""
+    found = ip_network(network)
+    return f"::ffff:{found.network_address}/{96 + found.prefixlen}" if found.version == 4 else network
 
 
 def _below_prefix(app: ASGIApp, root_path: str, is_proxy: Callable[[str], bool]) -> ASGIApp:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -42,12 +43,15 @@ class Lifetime:
     idle_limit_s: float | None = None
     idle_since_s: float | None = field(init=False)
     """Time since which it has no viewers; None while it has some."""
+    plays_since_s: float = field(init=False, default=math.inf)
+    """Time since which its clock runs, with viewers and not paused; inf while it is held."""
 
     def __post_init__(self) -> None:
         self.idle_since_s = self.opened_s
 
-    def watch(self, watched: bool, now_s: float) -> None:
-        """Update whether it has viewers. Mutates: self."""
+    def watch(self, watched: bool, plays: bool, now_s: float) -> None:
+        """Update whether it has viewers, and whether its clock runs. Mutates: self."""
+        self.plays_since_s = min(self.plays_since_s, now_s) if plays else math.inf
         if watched:
             self.idle_since_s = None
         elif self.idle_since_s is None:

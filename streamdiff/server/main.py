@@ -102,14 +102,15 @@ def connections_within_descriptors(max_viewers: int) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host` and `port`.
+    """A socket that listens at `host` and `port`; at `::` also for IPv4, where the system can.
 
     Raises:
         ConfigError: the address cannot be had; says why and what to do.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        both = address[0] == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
         # Accepted connections inherit these. asyncio sets the first one only on sockets whose protocol number says
         # TCP, which the listener's does not: without it every second answer on a connection waits 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -257,6 +258,7 @@ async def _serve_engine(
         if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
             if hands_over:
                 await state.manager.hand_over()
+                console.info("sessions are in %s: the next server opens them", config.serve.handover)
             else:
                 await _drain(state, config.serve.drain_s, shutdown)
             await state.manager.keeper.end()

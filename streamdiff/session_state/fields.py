@@ -105,6 +105,8 @@ def reset(state: Any) -> None:
             reset(value)
         elif hasattr(value, "zero_"):
             value.zero_()
+        elif value is None:  # a part that this session does not have
+            continue
         else:
             raise TypeError(f"{type(state).__name__}.{each.name} has no default to be reset to; give it one, or KEPT")
     derive(state)

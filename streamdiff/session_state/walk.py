@@ -148,6 +148,8 @@ def joined(parts: Sequence[_T], what: str) -> _T:
     def join(each: Sequence[Any], axis: int) -> Any:
         if isinstance(each[0], Tensor):
             return torch.cat(list(each), axis)
+        if each[0] is None:
+            return None
         if isinstance(each[0], dict):
             return {key: [layer for one in each for layer in one[key]] for key in each[0]}
         return joined(each, what)
@@ -160,8 +162,11 @@ def cut(state: _T, what: str, first: int, last: int) -> _T:
     """The state of `layers` or `heads` `first` to `last` (exclusive): views of that of all."""
 
     def part(each: Any, axis: int) -> Any:
-        if isinstance(each, Tensor):
-            return each.narrow(axis, first, last - first)
+        if each is None:
+            return None
+        if isinstance(each, Tensor):  # the last layers may have none of it
+            begin, end = (min(place, each.shape[axis]) for place in (first, last))
+            return each.narrow(axis, begin, end - begin)
         if isinstance(each, dict):
             return {key: layers[first:last] for key, layers in each.items()}
         return cut(each, what, first, last)

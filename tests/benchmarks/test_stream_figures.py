@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.metrics import METRICS
-from benchmarks.stream_figures import Arrival, Prompt, Raw, Run, figures, stalls
+from benchmarks.stream_figures import Arrival, Prompt, Raw, Run, figures, play_ratio, stalls
 
 
 def chunk(number: int, at_s: float, chunk_s: float, epoch: int = 0) -> list[Arrival]:
@@ -40,6 +40,10 @@ def test_every_figure_is_what_the_times_say() -> None:
     # 24 frames of chunks 2 to 4 between the end of chunk 1 (3.0) and 7.0; the piece of chunk 5 is not whole.
     assert found["fps"] == pytest.approx(24 / 4.0)
     assert (found["ttff_s"], found["ttff_worst_s"]) == pytest.approx(((0.5 + 0.3) / 2, 0.5))
+    assert found["ttfc_s"] == pytest.approx((1.0 + 0.8) / 2)
+    assert (found["rtf"], found["device_fps"]) == pytest.approx((8 / 6, 6 / 2))
+    # Begun at 1.5, chunks 1 to 4 are due at 2.5, 3.5, 4.5 and 5.5, and come at 3, 4, 5 and 7.
+    assert found["play_ratio"] == 0.0
     assert found["second_chunk_s"] == pytest.approx((2.0 + 1.5) / 2)
     assert (found["chunk_p50_s"], found["chunk_p95_s"]) == pytest.approx((3.0, 3.9))
     assert (found["control_p50_s"], found["control_worst_s"]) == pytest.approx((1.0, 2.5))
@@ -47,6 +51,13 @@ def test_every_figure_is_what_the_times_say() -> None:
     assert (found["text_s"], found["encode_s"]) == (None, None)
     assert found["peak_gib"] == 3.0
     assert set(found) <= set(METRICS)
+
+
+def test_the_play_ratio_counts_the_chunks_that_are_there_when_they_are_due() -> None:
+    run = Run(0.0, [*chunk(0, 1.0, 1.0), *chunk(1, 2.0, 1.0), *chunk(2, 3.5, 1.0), *chunk(3, 4.0, 1.0)])
+    assert play_ratio(run, 8.0) == pytest.approx(2 / 3), "due at 2, 3 and 4"
+    assert play_ratio(run, 4.0) == 1.0
+    assert play_ratio(Run(0.0, chunk(0, 1.0, 1.0)), 8.0) is None
 
 
 @pytest.mark.parametrize(

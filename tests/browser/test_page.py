@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import coloured, model_server, painted_server, until
+from tests.browser.looking import coloured, model_server, open_controls, painted_server, until
 from tests.server.scripted import COLOURS
 
 pytestmark = pytest.mark.browser
@@ -130,7 +130,15 @@ def test_picture_and_prompt_are_on_the_first_screen(page: WebDriver, width: int,
         assert picture["y"] >= 0 and picture["y"] + picture["height"] <= height
         assert prompt["y"] >= 0 and prompt["y"] + prompt["height"] <= height
         assert picture["height"] > 0.75 * min(width, height)
+        open_controls(page)
+        switch = page.find_element("id", "switch")
+        until(page, lambda _: switch.is_displayed())
+        assert width < height or switch.rect["y"] + switch.rect["height"] <= height, "the drawer is beside the picture"
+        page.find_element("id", "prompt").send_keys("a red circle and a blue star " * 5)
+        assert width < 900 or page.execute_script("return document.documentElement.scrollHeight") == height
     finally:
+        page.find_element("id", "prompt").clear()
+        page.find_element("id", "fold").click()
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 

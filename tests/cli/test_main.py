@@ -279,7 +279,6 @@ def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: 
         ("", "default", None),
         ("--plain", "plain", None),
         ("--fast", "fast", "taew2_1"),
-        ("--fast --fast", "fast", "taew2_1"),
     ],
 )
 def test_presets_are_switches(line: str, preset: str, vae: str | None) -> None:

@@ -21,6 +21,16 @@ STEPS = (1000.0, 833.0, 500.0)
 CHUNKS, CHUNK, SIDE, TOKENS = 6, 3, 4, 5
 
 
+def last_of_each(words: list[str]) -> list[str]:
+    """A command line without options, and their values, that come again later, as the command refuses them."""
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    kept = words[: starts[0]]
+    for place, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        if words[place] not in words[end:] or words[place] in ("--prompt-switch", "--lora"):
+            kept += words[place:end]
+    return kept
+
+
 @dataclass
 class Given:
     """A small checkpoint in original Wan's layout, and the files that go with it."""
@@ -35,10 +45,14 @@ class Given:
     def command(
         self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS, out: Path | None = None
     ) -> list[str]:
-        files = {"model": "wan.pt", "model-config": "config.json", "prompt-embeds": "text.safetensors"}
+        files: dict[str, str | Path] = {"model": "wan.pt", "model-config": "config.json"}
         files |= {"noise": "noise.safetensors", "latents-out": out or "out.safetensors"}
+        optional = {"prompt-embeds": "text", "condition": "condition", "image-features": "clip", "controls": "controls"}
+        there = {option: f"{name}.safetensors" for option, name in optional.items()}
+        files |= {option: name for option, name in there.items() if (self.folder / name).exists()}
         said = [part for option, name in files.items() for part in (f"--{option}", str(self.folder / name))]
-        return ["generate", *said, "--steps", steps, "--chunks", str(chunks), "--no-decode", "--overwrite", *extra]
+        words = ["generate", *said, "--steps", steps, "--chunks", str(chunks), "--no-decode", "--overwrite", *extra]
+        return last_of_each(words)
 
     def latents(self, *extra: str, steps: str = "1000,833,500", chunks: int = CHUNKS) -> Tensor:
         assert main.main(self.command(*extra, steps=steps, chunks=chunks)) == 0
@@ -50,9 +64,9 @@ def given(tmp_path: Path) -> Given:
     return checkpoint(tmp_path)
 
 
-def checkpoint(folder: Path, layers: int = 3, heads: int = 2) -> Given:
-    """The checkpoint of so many blocks, with noise and two texts, in a folder."""
-    model = small_transformer(5, layers=layers, heads=heads, planes=0)
+def checkpoint(folder: Path, layers: int = 3, heads: int = 2, planes: int = 0) -> Given:
+    """The checkpoint of so many blocks and more input channels, with noise and two texts, in a folder."""
+    model = small_transformer(5, layers=layers, heads=heads, planes=planes)
     torch.save({"generator": original(model.state_dict()), "step": 7}, folder / "wan.pt")
     config = {"num_attention_heads": model.config.num_attention_heads}
     (folder / "config.json").write_text(json.dumps(config | {"attention_head_dim": model.config.attention_head_dim}))

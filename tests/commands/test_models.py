@@ -81,11 +81,11 @@ def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
     sizes = tree["memory"]["bytes_per_stage"]
     assert [len(sizes[stages]) for stages in ("1", "2", "4")] == [1, 2, 4]
     whole = sizes["1"][0]
-    assert whole["weights"] == pytest.approx(2 * 1.419e9, rel=1e-3)
+    assert whole["weights"] == pytest.approx(2 * (1.419e9 + 73e6), rel=1e-3)
     assert whole["caches"] == pytest.approx(21 * 0.288e9, rel=0.02)
-    assert whole["decoding"] == pytest.approx(3.777e9 / 2, rel=1e-3)
+    assert whole["decoder_state"] == pytest.approx(3.777e9 / 2, rel=1e-3)
     (small,) = tree["memory"]["bytes_per_stage_quantized"]["1"]
-    assert whole["weights"] / 2 < small["weights"] < whole["weights"] * 0.53, "the blocks, not what stands around them"
+    assert whole["weights"] / 2 < small["weights"] < whole["weights"] * 0.54, "the blocks, not what stands around them"
     assert {**small, "weights": 0, "total": 0} == {**whole, "weights": 0, "total": 0}
     assert "an estimate" in tree["memory"]["note"]
 

@@ -92,6 +92,17 @@ def test_the_pages_example_is_what_is_printed(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
+def test_a_gpu_that_would_idle_is_told_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Typed as for `serve`, with weights that are not here."""
+    words = "plan --gpu H100 --gpus 8 --model krea-realtime-14b --weights krea.pt --rope absolute"
+    assert main.main(words.split()) == 0
+    alone, crowd = [line for line in capsys.readouterr().out.splitlines() if line.startswith("best for ")]
+    assert "idle" not in alone and "3x2" in crowd and "no way to use all 8 is faster (1, 2, 4, 5, 8 can" in crowd
+    assert main.main(["plan", "--weights", "nowhere.pt"]) == 2
+    assert "nowhere.pt: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_comparison_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*H100S.split(), "--link", "pcie", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)

@@ -63,4 +63,13 @@ def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
     assert read.model.name == "streamdiffusionv2-1.3b"
     named = main._config(parser.parse(["serve", "--weights", path, "--model", "self-forcing"]))
     assert named.model.name == "self-forcing"
-    assert resolve.completed(ModelConfig(weights=str(tmp_path / "nowhere.pt"))).name == "tiny", "told when it is loaded"
+    with pytest.raises(ConfigError, match="no such file"):
+        resolve.completed(ModelConfig(weights=str(tmp_path / "nowhere.pt")))
+
+
+def test_a_base_is_known_by_its_folder_and_offered_to_nobody(tmp_path: Path) -> None:
+    name = "diffusion_pytorch_model.safetensors"
+    for folder in ("Wan2.1-T2V-1.3B", "Wan2.1-T2V-1.3B-Diffusers/transformer", "models--Wan-AI--Wan2.1-T2V-1.3B/x/y"):
+        assert resolve.entry_of(write(tmp_path / folder / name)).name == "wan2.1-t2v-1.3b"
+    with pytest.raises(ConfigError):
+        resolve.entry_of(write(tmp_path / "fine_tune" / name))

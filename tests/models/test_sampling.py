@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,6 +64,34 @@ def test_rounding_is_that_of_the_authors_grid(timestep: float, shift: float) -> 
 def test_rounding_to_bfloat16_is_torchs(value: float) -> None:
     rounded = sampling.rounded_to_bfloat16(float(torch.tensor(value)))
     assert rounded == torch.tensor(value).to(torch.bfloat16).item()
+
+
+@pytest.mark.parametrize(
+    ("timesteps", "indices", "shift"),
+    [((999, 967, 908, 768), (0, 250, 500, 750), 10.0), ((999, 978, 947, 825), (0, 179, 358, 679), 10.0)],
+)
+def test_truncated_timesteps_have_two_noise_levels(
+    timesteps: tuple[float, ...], indices: tuple[int, ...], shift: float
+) -> None:
+    """LingBot-World's table: a timestep is that of several entries; x0 is made with the first, x_t with the second."""
+    raw = torch.linspace(0.999, 0, 1001, dtype=torch.float64)[:-1]
+    table = shift * raw / (1 + (shift - 1) * raw)
+    told = (1000 * table).long()
+    assert told[list(indices)].tolist() == list(timesteps)
+    alike = [table[told == timestep].tolist() for timestep in timesteps]
+    made = sampling.published(timesteps, shift=shift, truncated=True)
+    assert made.timesteps == timesteps
+    assert made.sigmas == pytest.approx([each[0] for each in alike], abs=1e-12)
+    assert [made.renoise_sigma(step) for step in (1, 2, 3)] == pytest.approx([each[1] for each in alike[1:]], abs=1e-12)
+    with pytest.raises(ConfigError, match="steps has 1000"):
+        sampling.published((1000, 967), shift=shift, truncated=True)
+
+
+def test_levels_that_noise_is_mixed_at_again_need_one_for_every_later_step() -> None:
+    plain = sampling.from_timesteps((999, 500), (0.99, 0.5))
+    assert plain.renoise_sigma(1) == 0.5
+    with pytest.raises(ConfigError, match="renoise_sigmas are 2 and steps 2"):
+        dataclasses.replace(plain, renoise=(0.6, 0.4))
 
 
 def test_a_zero_at_the_end_is_no_step() -> None:

@@ -36,7 +36,7 @@ class PlainWan:
         time = self.two_layers("condition_embedder.time_embedder", torch.cat([angles.cos(), angles.sin()], 1), F.silu)
         time = time.repeat_interleave(len(hidden) // frames, 0)
         shared = self.linear("condition_embedder.time_proj", F.silu(time)).unflatten(1, (6, -1)).transpose(0, 1)
-        context = self.two_layers("condition_embedder.text_embedder", text.double(), gelu)
+        context = self.context(text.double())
         for layer in range(self.layers):
             hidden = self.block(layer, hidden, shared, context, attention)
         shift, scale = self.weights["scale_shift_table"][0][:, None] + time
@@ -51,12 +51,25 @@ class PlainWan:
         shift, scale, gate, ff_shift, ff_scale, ff_gate = table + shared
         normal = norm(hidden) * (1 + scale) + shift
         mixed = attention(layer, *self.heads_of(at + "attn1", normal, normal))
-        hidden = hidden + gate * self.linear(at + "attn1.to_out.0", mixed.flatten(1))
+        hidden = self.steered(at, hidden + gate * self.linear(at + "attn1.to_out.0", mixed.flatten(1)))
         normal = norm(hidden) * self.weights[at + "norm2.weight"] + self.weights[at + "norm2.bias"]
         mixed = attend(*self.heads_of(at + "attn2", normal, context))
         hidden = hidden + self.linear(at + "attn2.to_out.0", mixed.flatten(1))
+        hidden = self.act(layer, hidden)
         wide = gelu(self.linear(at + "ffn.net.0.proj", norm(hidden) * (1 + ff_scale) + ff_shift))
         return hidden + ff_gate * self.linear(at + "ffn.net.2", wide)
+
+    def steered(self, at: str, hidden: Tensor) -> Tensor:
+        """What a world's controls make of a block's hidden states behind its self-attention; `at` begins its names."""
+        return hidden
+
+    def context(self, text: Tensor) -> Tensor:
+        """What cross-attention sees `[T, D]`."""
+        return self.two_layers("condition_embedder.text_embedder", text, gelu)
+
+    def act(self, layer: int, hidden: Tensor) -> Tensor:
+        """What stands between cross-attention and feed-forward: here nothing."""
+        return hidden
 
     def heads_of(self, name: str, asking: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[tokens, H, d]` of an attention; the root mean square is over all heads."""

@@ -75,7 +75,7 @@ def test_attention_is_tried_at_the_model_s_sizes(
 def test_what_was_taken_is_what_the_transformer_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The CPU's kernels, with times that are given; every choice is on standard error before weights are read."""
+    """The CPU's kernels, with times that are given; what was chosen is on standard error before weights are read."""
     monkeypatch.setattr(attention_backend, "CANDIDATES", ("sdpa", "flash"))
     times = iter((3.0, 1.0))
     trial = partial(
@@ -90,7 +90,7 @@ def test_what_was_taken_is_what_the_transformer_runs(
     loaded = load_rank(plan_rank(plan))
     assert loaded.model is not None and loaded.model.denoiser.attention == "flash"
     lines = caplog.messages
-    assert "compile: off (CPU: compiling takes long there; --compile on asks for it)" in lines
+    assert lines[0].startswith("device cpu, dtype float32, steps 4, attention sdpa, compile off (")
     assert any(line.startswith("attention: flash (tried at ") for line in lines)
 
 

@@ -22,6 +22,7 @@ COLD = {
     "streamdiff.models.text_encoder": "writes files, on the thread that encodes texts",
     "streamdiff.models.tiny.weights": "files",
     "streamdiff.models.tensor_file": "files",
+    "streamdiff.models.checkpoint": "files",
     "streamdiff.pipeline.snapshot": "files, and sessions that are held meanwhile",
 }
 ALLOWED = {

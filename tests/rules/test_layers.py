@@ -69,12 +69,13 @@ MODELS = (
     ("model",),
     ("autoencoder",),
     ("resolve",),
-    ("text_encoder", "transformer"),
+    ("picture_text", "text_encoder", "transformer"),
     ("checkpoint", "tensor_file"),
-    ("hub", "headers"),
+    ("hub",),
     ("catalogue",),
     ("spec",),
-    ("sampling", "weight_files"),
+    ("camera", "sampling", "weight_files"),
+    ("headers",),
 )
 FLOORS = {
     "streamdiff": PACKAGE,

@@ -232,12 +232,14 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def open_site(config: Config | None = None, painter: Painter | None = None) -> AsyncIterator[Site]:
-    """A server on a free port of this machine, in this process."""
+async def open_site(
+    config: Config | None = None, painter: Painter | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[Site]:
+    """A server on a free port of this machine, in this process, that is asked over IPv4."""
     config = config or Config()
     client = InMemoryClient(painter or Painter(chunk_s=0.02))
     app = create_app(config)
-    listener = server.listen("127.0.0.1", 0)
+    listener = server.listen(host, 0)
     http_server = HttpServer(app, config.serve)
     serving = asyncio.create_task(http_server.serve(sockets=[listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"

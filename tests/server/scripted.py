@@ -61,7 +61,7 @@ INFO = ModelInfo(
     text_shape=TEXT_SHAPE, chunk_shape=CHUNK_SHAPE,
 )  # fmt: skip
 
-CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight")), Control("jump", "button", ("Space",)))
+CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight", "MouseX")), Control("jump", "button", ("Space",)))
 """Of the painter `steered`."""
 
 

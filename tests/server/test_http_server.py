@@ -165,10 +165,14 @@ async def test_nobody_escapes_a_limit_by_a_header(monkeypatch: pytest.MonkeyPatc
         assert await changes(site, "192.0.2.1", "192.0.2.2", "192.0.2.3") == [200, 200, 429]
 
 
-async def test_behind_a_trusted_proxy_everybody_has_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::"])
+async def test_behind_a_trusted_proxy_everybody_has_limits_of_their_own(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where IPv4 comes to a socket of IPv6."""
     monkeypatch.setattr(app_state, "REQUESTS_PER_S", 0.001)
     monkeypatch.setattr(app_state, "REQUEST_BURST", 2.0)
-    async with open_site(Config(serve=ServeConfig(**BEHIND_A_PROXY))) as site:
+    async with open_site(Config(serve=ServeConfig(**BEHIND_A_PROXY)), host=host) as site:
         one, two = "192.0.2.1", "198.51.100.9, 192.0.2.2"  # what the second says of itself goes before
         assert await changes(site, one, one, one) == [200, 200, 429]
         assert await changes(site, two, "203.0.113.9, 192.0.2.2", two) == [200, 200, 429]

@@ -151,6 +151,7 @@ async def test_sessions_are_handed_over_at_sigterm(tmp_path: Path) -> None:
             first.process.send_signal(signal.SIGTERM)
             await page.after(said, {"type": "bye"})
         await asyncio.to_thread(first.process.wait, LIMIT_S)
+        assert first.process.stdout is not None and f"sessions are in {folder}: " in first.process.stdout.read()
     assert {path.stem for path in folder.iterdir()} == {"default", name, held}
     other = (folder / f"{name}.session").read_bytes().replace(name.encode(), b"s-a-other", 1)
     (folder / "s-a-other.session").write_bytes(other.replace(b"scripted", b"somebody"))

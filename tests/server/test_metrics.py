@@ -90,6 +90,23 @@ async def test_what_a_viewer_and_a_prompt_move() -> None:
         assert left["streamdiff_viewer_first_frame_seconds_count"] == 1
 
 
+async def test_a_prompt_that_waits_for_a_viewer_is_no_latency() -> None:
+    async with open_site() as site:
+        await _told(site, lambda found: found["streamdiff_session_first_frame_seconds_count"])
+        (session,) = site.state.manager.sessions
+        await site.until(lambda: session.idle)
+        told = await site.http.post("/api/control", json={"type": "prompt", "prompt": "a green star"})
+        assert told.status_code == 200
+        peer = await site.watch()
+        for _ in range(20):
+            await peer.frame()
+        peer.channel.send(json.dumps({"type": "prompt", "prompt": "a blue star", "id": "b"}))
+        await peer.message({"type": "receipt", "id": "b", "stage": "shown"})
+        lag = 'streamdiff_request_lag_seconds_count{{kind="prompt",stage="{}"}}'
+        found = await _told(site, lambda found: lag.format("shown") in found)
+        assert [found[lag.format(stage)] for stage in ("accepted", "applied", "shown")] == [2, 1, 1]
+
+
 async def test_refusals_are_counted_by_their_reason() -> None:
     async with open_site(Config(serve=ServeConfig(max_viewers=1))) as site:
         peer = await site.offer()

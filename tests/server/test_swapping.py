@@ -30,7 +30,7 @@ def device_memory_gb(sessions: int) -> float:
     """What the embedded model takes with so many sessions, and a little more."""
     plan = plan_load(ModelConfig(steps=2), torch.device("cpu"))
     demand = plan.demand
-    return demand.without_sessions(0) / 1e9 + (sessions + 0.1) * SESSION_GB
+    return (demand.totals[0] - demand.memory()[0].sessions) / 1e9 + (sessions + 0.1) * SESSION_GB
 
 
 def options(tmp_path: Path, play: int = PLAY, **settings: Any) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import taehv, wan
+from streamdiff.pipeline.kv_cache.over_time import ActionCaches
 from streamdiff.pipeline.runner.init_latents import ChunkLevels
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.snapshot.parts import head_state
@@ -53,6 +54,7 @@ def examples() -> dict[str, Any]:
         *(head_state(pipeline, 0), pipeline.stage.sessions[0], decoding, taehv.EncodeMemory(decoding)),
         wan.WanMemory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),
         *(PendingSteps(1, 2), ChunkLevels((0.5, 0.25), (500.0, 250.0))),
+        ActionCaches(*(torch.ones(1, 2, 3, 2, tokens, 2, 4) for tokens in (4, 4, 1, 1))),
     ]
     found = {declared.name_of(type(each)): each for state in there for each in held(state)}
     pipeline.close()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from streamdiff.config import EMBEDDED
 from streamdiff.device import side_stream
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, hub
+from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import wan
 from streamdiff.models.autoencoder.picture_decoder import Normalisation, VideoAutoencoder
 from streamdiff.models.autoencoder.taehv import (
@@ -31,13 +31,15 @@ from streamdiff.models.autoencoder.taehv import (
 )
 from streamdiff.models.autoencoder.wan import Half, WanAutoencoder
 from streamdiff.models.catalogue import Files
-from streamdiff.models.checkpoint import draw, load_module, read_tensors
+from streamdiff.models.checkpoint import check_fit, draw, load_module, read_tensors
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer.weights import FILE
 from streamdiff.models.weight_files import read_object
 
 WAN_FPS = 16.0
+_CONDITION_LATENTS = 30
+"""With grey after a picture, Wan's encoder sees the picture in the first 29 latent frames; the next ones are alike."""
 Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_autoencoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
@@ -71,12 +73,41 @@ def load_autoencoder(
             module = _RANDOM[str(path)]()
         needed = ("",) if isinstance(module, TAEHV) else wan.WAN_PREFIXES[half]
         return build(place, draw(module, needed, device, dtype), None, half, "normalised", device, dtype)
+    config, tensors = _opened(place, latent_space)
+    return build(place, tensors, config, half, latent_space, device, dtype)
+
+
+def check_autoencoder(path: Location, half: Half, latent_space: str | None, spec: ModelSpec) -> None:
+    """Open the autoencoder at `path` as `load_autoencoder` does, without reading weights, for pictures of `spec`. One
+    that is drawn or published is known to fit.
+
+    Raises:
+        ConfigError: as `load_autoencoder`, but for values; or one for other latents than the model's.
+    """
+    if isinstance(path, Files) or catalogue.is_random(str(path)):
+        return
+    if not Path(path).exists() and str(path) in catalogue.autoencoders():
+        return
+    place = locate(path)
+    config, tensors = _opened(place, latent_space)
+    network = build(place, tensors, config, half, latent_space, torch.device("cpu"), None)
+    side = spec.width // spec.latent_width
+    if (network.latent_channels, network.spatial) != (spec.latent_channels, side):
+        raise ConfigError(
+            f"{place} is for latents of {network.latent_channels} channels, of {network.spatial} x {network.spatial} "
+            f"pixels each; {spec.name} makes latents of {spec.latent_channels} channels, of {side} x {side} pixels. "
+            "Give one for these as --vae; without an entry in the catalogue latents are taken for Wan2.1's"
+        )
+
+
+def _opened(place: Path, latent_space: str | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Configuration and tensors, which lie in their file. Raises ConfigError for a latent space that cannot be said."""
     config, tensors = _read_config(place), read_tensors(place / FILE if place.is_dir() else place)
     if place.is_file() and is_taehv(tensors):
         config = None
     elif latent_space is not None:
         raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
-    return build(place, tensors, config, half, latent_space, device, dtype)
+    return config, tensors
 
 
 @torch.inference_mode()
@@ -145,7 +176,7 @@ def build(
     half: Half,
     latent_space: str | None,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> VideoAutoencoder:
     """The network of these tensors: TAEHV, or Wan's with weights for this `half`, the other one on the meta device.
 
@@ -153,6 +184,7 @@ def build(
         path: for messages, and see `taehv.space_of`.
         config: its `config.json`; None: read from names and shapes.
         latent_space: of a TAEHV without `config`, see `taehv.space_of`.
+        dtype: of the weights; None: all but values is checked, and nothing is loaded.
 
     Raises:
         ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed; or sizes, or a latent
@@ -167,11 +199,13 @@ def build(
         tensors, config = wan.read_wan(path, tensors, config)
     with torch.device("meta"):
         network: Any = TAEHV(shape) if taehv else AutoencoderKLWan.from_config(config)
-    load_module(network, path, tensors, device, dtype, ("",) if taehv else wan.WAN_PREFIXES[half])
-    if taehv:
-        network.to(memory_format=torch.channels_last)
-        return TaehvAutoencoder(network, normalisation)
-    return WanAutoencoder(network)
+    if dtype is None:
+        check_fit(path, tensors, {name: tensor.shape for name, tensor in network.state_dict().items()})
+    else:
+        load_module(network, path, tensors, device, dtype, ("",) if taehv else wan.WAN_PREFIXES[half])
+        if taehv:
+            network.to(memory_format=torch.channels_last)
+    return TaehvAutoencoder(network, normalisation) if taehv else WanAutoencoder(network)
 
 
 def _read_config(place: Path) -> dict[str, Any] | None:
@@ -218,17 +252,24 @@ class ImageEncoder:
         1), for RGB `picture` `[H, W, 3]` of the model's size.
 
         The picture stands still in them: it is repeated over all their frames, 9 for a chunk of 3 latent frames of
-        Wan's, as in Krea's server (`release_server.py` of github.com/krea-ai/realtime-video). Waits for the device,
-        whose other streams go on.
+        Wan's, as in Krea's server (`release_server.py` of github.com/krea-ai/realtime-video). For a model with
+        condition channels grey follows it, until latents stay as they are, and the result is `[channels, n, h, w]`, see
+        `sampling.condition`. Waits for the device, whose other streams go on.
 
         Raises:
             ConfigError: an autoencoder without an encoder, or files that cannot be read.
         """
         encoder, spec = self.encoder, self.spec
-        count = spec.first_chunks * spec.chunk_latents
+        is_condition = spec.condition_channels > 0
+        count = _CONDITION_LATENTS if is_condition else spec.first_chunks * spec.chunk_latents
         still = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None]
         with side_stream(encoder.device, after_current=True):
             video = still.to(encoder.device, torch.float32) / 127.5 - 1
             frames = encoder.first_frames + (count - 1) * encoder.temporal
-            latents = encoder.encode(video.expand(-1, -1, frames, -1, -1), encoder.new_encode_memory())[0].float().cpu()
+            video = video.expand(-1, -1, frames, -1, -1)
+            if is_condition:
+                video = torch.cat([video[:, :, :1], torch.zeros_like(video[:, :, 1:])], 2)
+            latents = encoder.encode(video, encoder.new_encode_memory())[0].float().cpu()
+        if is_condition:
+            return sampling.condition(latents, spec.condition_channels - spec.latent_channels)
         return torch.stack(latents.split(spec.chunk_latents, 1))

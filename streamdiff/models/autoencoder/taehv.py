@@ -231,7 +231,14 @@ class TAEHV(nn.Module):
 TAEHV_CLASS = "TAEHV"
 """What `config.json` calls it."""
 LatentSpace = Literal["normalised", "raw"]
-_RAW_NAME, _NORMALISED_NAME = "lighttae", "tae"
+_PUBLISHED: dict[str, LatentSpace] = {
+    "taew2_1": "normalised",
+    "taew2_2": "normalised",
+    "lighttaew2_1": "raw",
+    "lighttaew2_2": "raw",
+}
+"""Which latents the networks take that were published under these names. Others are called alike: `taehv`, `taecvx` and
+`lighttaehy1_5` are for other models' latents."""
 _FIRST, _LAST = "decoder.1.weight", "decoder.22.weight"
 """Of a decoder's first and last convolution."""
 
@@ -359,17 +366,16 @@ def space_of(path: Path, given: str | None) -> LatentSpace:
     Raises:
         ConfigError: neither says.
     """
-    name = path.name.lower()
-    if given == "raw" or (given is None and name.startswith(_RAW_NAME)):
-        return "raw"
-    if given == "normalised" or (given is None and name.startswith(_NORMALISED_NAME)):
-        return "normalised"
+    known = _PUBLISHED.get(path.stem.lower()) if given is None else given
+    if known in ("raw", "normalised"):
+        return cast(LatentSpace, known)
     allowed = " or ".join(get_args(LatentSpace))
     if given is not None:
         raise ConfigError(f"the latent space is {given!r}, but must be {allowed}")
     raise ConfigError(
-        f"{path} does not tell which latents it takes: say so with --latent-space {allowed} (taew2_1 takes "
-        "normalised, lighttaew2_1 raw ones; the wrong one gives washed-out colours)"
+        f"{path} does not tell which latents it takes, by none of the names {', '.join(_PUBLISHED)}: say so with "
+        f"--latent-space {allowed} (taew2_1 takes normalised, lighttaew2_1 raw ones; the wrong one gives washed-out "
+        "colours, and so does a decoder of another model)"
     )
 
 

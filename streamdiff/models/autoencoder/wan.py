@@ -39,7 +39,7 @@ from streamdiff.models.autoencoder.picture_decoder import (
     check_shape,
     split_whole,
 )
-from streamdiff.models.weight_files import some
+from streamdiff.models.weight_files import some, what_it_holds
 from streamdiff.session_state.fields import STATE, session_state
 
 
@@ -112,7 +112,8 @@ class WanAutoencoder:
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
         config: dict[str, Any] = autoencoder.config
         self.autoencoder = autoencoder
-        weight = next(each for each in autoencoder.parameters() if not each.is_meta)
+        weights = list(autoencoder.parameters())
+        weight = next((each for each in weights if not each.is_meta), weights[0])
         self.device, self.dtype = weight.device, weight.dtype
         self.latent_channels: int = config["z_dim"]
         self.patch_size: int = config["patch_size"] or 1
@@ -298,6 +299,8 @@ def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     found = {}
     for key, name in _WIDTHS.items():
         if name not in tensors:
+            if (what := what_it_holds(tensors)) and "--vae" not in what:
+                raise ConfigError(f"{path} is no autoencoder: it holds {what}")
             raise ConfigError(
                 f"{path} has no tensor {name}, so its size is unknown; expected the names of Wan2.1_VAE.pth or of a "
                 "diffusers AutoencoderKLWan"

@@ -25,7 +25,7 @@ MARGIN = 0.03
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which on NVIDIA GPUs multiply in fp8: Ada, Hopper, Blackwell."""
 INSTALL = "install it with: pip install 'streamdiff[quantize]'"
-_LINEAR = (".attn1.", ".attn2.", ".ffn.")
+_LINEAR = (".attn1.", ".attn2.", ".ffn.", ".cam_")
 
 
 def check(mode: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -33,8 +33,10 @@ _OWNERS = frozenset(
 )
 
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# Tables that anybody computes again, and a norm that diffusers once stored and never used.
-_SKIPPED = re.compile(r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$")
+# Tables that anybody computes again, and norms that are stored and not used: one of diffusers', those of actions.
+_SKIPPED = re.compile(
+    r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$|\.action_model\.(img|key)_attn_[qk]_norm\.weight$"
+)
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
@@ -54,6 +56,13 @@ def _leaves(name: str) -> tuple[str, ...]:
 _TOP_NAMES, _BLOCK_NAMES = _tables(_TABLE["top"]), _tables(_TABLE["block"])
 _TOP_ORIGINAL = {new: old for old, new in _TOP_NAMES[NameLayout.WAN].items()}
 _BLOCK_ORIGINAL = {new: old for old, new in _BLOCK_NAMES[NameLayout.WAN].items()}
+
+
+_MODULES = [part for names in (_TABLE["top"], _TABLE["block"]) for pair in names.items() for part in pair]
+_MODULES += [name for fused in _TABLE["fused"].values() for name in fused]
+_JOINED = {name.replace(".", "_"): name for name in _MODULES}
+_IN_LORA = re.compile(r"(?:lora_(?:unet|transformer)[._]+)?(.+?)(\.(?:lora_(?:A|B|down|up)\b.*|alpha|diff(?:_[bm])?))")
+_JOINED_BLOCK = re.compile(r"(?:diffusion_model_|transformer_)?blocks_(\d+)(?:_(.+))?")
 
 
 class TensorLocation(NamedTuple):
@@ -89,6 +98,23 @@ def bare(name: str) -> str:
     while len(parts) > 1 and parts[0] in _OWNERS:
         del parts[0]
     return ".".join(parts)
+
+
+def dotted(name: str) -> str:
+    """The bare name of a LoRA's tensor, with the dots of its module, which kohya's programs write as underscores, all
+    or some of them: `lora_unet_blocks_0_self_attn_q.alpha` is `blocks.0.self_attn.q.alpha`."""
+    match = _IN_LORA.fullmatch(name := bare(name))
+    if match is None:
+        return name
+    block = _JOINED_BLOCK.fullmatch(joined := re.sub(r"[._]+", "_", match[1]))
+    if block is None:
+        module = _JOINED.get(joined)
+    elif block[2] is None:
+        module = f"blocks.{int(block[1])}"
+    else:
+        inside = _JOINED.get(block[2])
+        module = inside and f"blocks.{int(block[1])}.{inside}"
+    return name if module is None else module + match[2]
 
 
 def block_count(names: Iterable[str]) -> int:

@@ -10,7 +10,7 @@ H heads, d head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from math import prod
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from torch import Tensor, nn
 
+from streamdiff.models.camera import camera_channels
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
@@ -36,17 +37,36 @@ class KeyValue(NamedTuple):
     value: Tensor
 
 
+class SteeredText(NamedTuple):
+    """As `KeyValue`, and what a camera does to the block's hidden states, `hidden * scale + shift`, `[R, L, D]`."""
+
+    key: Tensor
+    value: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+BlockText = KeyValue | SteeredText
+"""What a block is given beside hidden states."""
+
+
 SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Self-attention callback: selects the cached keys that each row sees, and writes new ones to the cache. It gets the
 layer's number, then query, key and value, all `[R, L, H, d]`, normalised but not rotated, and returns the attention
 output of the same shape."""
 
+Act = Callable[[int, WanTransformerBlock, Tensor], Tensor]
+"""What stands between the cross-attention and the feed-forward of a block: the layer's number, the block and hidden
+states `[R, L, D]`, to hidden states."""
+
 
 class TokenStates(NamedTuple):
-    """What travels from stage to stage: hidden states `[R, L, D]` and the time embedding `[R, F, D]`."""
+    """What travels from stage to stage: hidden states `[R, L, D]`, the time embedding `[R, F, D]` and, where the model
+    has such, rows of actions `[R, rows, K]`, float32."""
 
     hidden: Tensor
     time: Tensor
+    actions: Tensor | None = None
 
 
 class Fused(NamedTuple):
@@ -118,11 +138,32 @@ def _position_planes(
     return made if frames is None else made[None, :, None].expand(-1, -1, frames, -1, -1)
 
 
+CAMERA_PATCHES = "patch_embedding_wancamctrl"
+"""The layer that camera channels enter by, in models that have one (LingBot-World)."""
+_CAMERA_TOP = ("c2ws_hidden_states_layer1", "c2ws_hidden_states_layer2")
+_CAMERA_BLOCK = ("cam_injector_layer1", "cam_injector_layer2", "cam_scale_layer", "cam_shift_layer")
+
+
+def make_transformer(architecture: Mapping[str, Any]) -> WanTransformer3DModel:
+    """diffusers' model of this architecture, the arguments of its class; with `camera_channels`, the inputs of
+    `CAMERA_PATCHES`, it and its blocks have the layers of a camera too."""
+    sizes = {**architecture}
+    channels, width = sizes.pop("camera_channels", None), sizes["num_attention_heads"] * sizes["attention_head_dim"]
+    model: WanTransformer3DModel = WanTransformer3DModel.from_config(sizes)
+    if channels is not None:
+        model.add_module(CAMERA_PATCHES, nn.Linear(channels, width))
+        for owner, names in ((model, _CAMERA_TOP), *((block, _CAMERA_BLOCK) for block in model.blocks)):
+            for name in names:
+                owner.add_module(name, nn.Linear(width, width))
+    return model
+
+
 class WanDenoiser:
     """A `WanTransformer3DModel` in parts: text, embedding, blocks, output layer. Holds weights and constants only."""
 
-    def __init__(self, model: WanTransformer3DModel, controls: int = 0) -> None:
-        """`controls`: the last input channels of the patch embedding are one plane for each of so many controls."""
+    def __init__(self, model: WanTransformer3DModel, controls: int = 0, condition: int = 0) -> None:
+        """`controls`: the last input channels of the patch embedding are one plane for each of so many controls.
+        `condition`: so many input channels behind the latents' come with these, see `ModelSpec.condition_channels`."""
         self.model = model
         self.controls = controls
         config: Any = model.config
@@ -131,7 +172,7 @@ class WanDenoiser:
         self.head_dim: int = config.attention_head_dim
         self.latent_channels: int = config.out_channels
         self.text_width: int = config.text_dim
-        self.extra_channels: int = config.in_channels - config.out_channels - controls
+        self.extra_channels: int = config.in_channels - config.out_channels - controls - condition
         """Position planes, see `position_planes`."""
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
         self.attention = "auto"
@@ -190,8 +231,10 @@ class WanDenoiser:
         return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
 
     def text(self, embeddings: Tensor) -> list[KeyValue]:
-        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`."""
-        context: Tensor = self.model.condition_embedder.text_embedder(embeddings)
+        """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`, or for a
+        picture's features of a model that has these in their place."""
+        embedder = self.model.condition_embedder
+        context: Tensor = (embedder.image_embedder or embedder.text_embedder)(embeddings)
         result = []
         for layer in range(len(self.blocks)):
             cross = self.weights(layer).block.attn2
@@ -249,6 +292,37 @@ class WanDenoiser:
         hidden = torch.baddbmm(folded.bias, frames, folded.weight.expand(len(frames), -1, -1))
         return hidden.reshape(len(latents), -1, self.width)
 
+    @property
+    def has_camera(self) -> bool:
+        """Whether blocks are steered by a camera."""
+        return hasattr(self.model, CAMERA_PATCHES)
+
+    def camera_embedding(self, cameras: Tensor, height: int, width: int) -> Tensor:
+        """Cameras `[R, F, VALUES]` (see `models.camera`) of `height` x `width` latent pixels to what all blocks make
+        their own of, `[R, L, D]`, row by row."""
+        model: Any = self.model
+        return torch.cat([self._camera_row(model, own, height, width) for own in cameras])
+
+    def _camera_row(self, model: Any, own: Tensor, height: int, width: int) -> Tensor:
+        patches = F.pixel_unshuffle(camera_channels(own, height, width), self.patch[1]).flatten(2).transpose(1, 2)
+        embedded = getattr(model, CAMERA_PATCHES)(patches.flatten(0, 1)[None].to(self.dtype))
+        first, second = (getattr(model, name) for name in _CAMERA_TOP)
+        result: Tensor = embedded + second(F.silu(first(embedded)))
+        return result
+
+    def steered(self, weights: BlockWeights, text: BlockText, embedding: Tensor) -> SteeredText:
+        """`text` of a block with its scale and shift from the camera embedding `[R, L, D]`, which is made row by
+        row."""
+        first, second, scale, shift = (getattr(weights.block, name) for name in _CAMERA_BLOCK)
+
+        def of_row(row: Tensor) -> tuple[Tensor, Tensor]:
+            own = row + second(F.silu(first(row)))
+            return 1 + scale(own), shift(own)
+
+        rows = [of_row(row) for row in embedding.split(1)]
+        made = [torch.cat(parts) if len(rows) > 1 else parts[0] for parts in zip(*rows, strict=True)]
+        return SteeredText(text.key, text.value, *made)
+
     def time_embedding(self, timestep: Tensor) -> Tensor:
         """Timesteps in [0, 1000] `[R, F]` to time embeddings `[R, F, D]`, in the dtype of the layer that makes them."""
         embedder = self.model.condition_embedder
@@ -261,18 +335,28 @@ class WanDenoiser:
         embedder = self.model.condition_embedder
         return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
-    def run_blocks(self, tokens: TokenStates, text: Sequence[KeyValue], self_attention: SelfAttention) -> TokenStates:
-        """Run the blocks. `text` holds one entry per block.
+    def run_blocks(
+        self,
+        tokens: TokenStates,
+        text: Iterable[BlockText],
+        self_attention: SelfAttention,
+        act: Act | None = None,
+        camera: Tensor | None = None,
+    ) -> TokenStates:
+        """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
+        block is made here, None: there is none, or `text` has it.
 
         What a block computes reads nothing of its own but from arguments, so that one compiled graph does for all.
         """
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden, attend = tokens.hidden, self.attend
-        for layer in range(len(self.blocks)):
+        for layer, own in zip(range(len(self.blocks)), text, strict=False):
             weights = self.weights(layer)
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
-            hidden = self.after_attention(weights, hidden, modulation[layer], text[layer], mixed, attend)
-        return TokenStates(hidden, tokens.time)
+            own_act = None if act is None else partial(act, layer)
+            own = own if camera is None else self.steered(weights, own, camera)
+            hidden = self.after_attention(weights, hidden, modulation[layer], own, mixed, attend, own_act)
+        return tokens._replace(hidden=hidden)
 
     @property
     def attend(self) -> Attend:
@@ -327,25 +411,32 @@ class WanDenoiser:
         return self._split(query), self._split(key), self._split(value)
 
     def after_attention(
-        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mixed: Tensor, attend: Attend
-    ) -> Tensor:
-        """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it."""
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: BlockText, mixed: Tensor, attend: Attend,
+        act: Callable[[WanTransformerBlock, Tensor], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
+        as of `run_blocks`."""
         block = weights.block
         _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
         hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
+        if isinstance(text, SteeredText):
+            hidden = torch.addcmul(text.shift, hidden, text.scale)
 
         cross = block.attn2
         query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
         hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+        if act is not None:
+            hidden = act(block, hidden)
 
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
 
 
-def concat_rows(texts: Sequence[KeyValue]) -> KeyValue:
-    """Concatenate one layer's text keys and values of several rows; those of one row are returned without a copy."""
-    return texts[0] if len(texts) == 1 else KeyValue(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
+def concat_rows(texts: Sequence[BlockText]) -> BlockText:
+    """Concatenate what one layer is given for several rows; that of one row is returned without a copy."""
+    kind = type(texts[0])
+    return texts[0] if len(texts) == 1 else kind(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
 
 
 def _row_by_row(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

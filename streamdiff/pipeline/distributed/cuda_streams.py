@@ -151,7 +151,7 @@ class ReceiveLane(_Lane):
     A receive is posted as soon as its slot is free and its message is announced, which is while the other rank still
     computes it. Not earlier: with receives always pending, anything that waits for the whole device (a first call that
     loads a kernel, memory given back, a graph captured) would wait for the next message. See
-    docs/decisions/0010-nccl-link.md.
+    docs/decisions/0010-links.md.
     """
 
     def __init__(self, streams: Streams, start: Callable[[int], Transfer]) -> None:

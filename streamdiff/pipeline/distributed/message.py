@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamdiff.core import KV_CONTEXTS, MicroStep, pack, record_length, unpack
 from streamdiff.models.model import StageModel
+from streamdiff.models.spec import ModelSpec
 
 _ALIGN = 64
 
@@ -83,8 +84,8 @@ UPDATE_LENGTH = len(SessionUpdate(0).values())
 @dataclass(frozen=True)
 class StageMessage:
     """`rows` with the tensors of a forward (latents, time embeddings and control vectors into the first stage, then
-    hidden states and time embeddings, after the last stage the flow), or an `update` with the text embeddings of
-    TEXT."""
+    hidden states and time embeddings, after the last stage the flow; rows of actions go to every stage), or an `update`
+    with the text embeddings of TEXT."""
 
     kind: MessageKind
     rows: tuple[MicroStep, ...] = ()
@@ -134,23 +135,24 @@ class MessageLayout:
 
     @classmethod
     def within_first_stage(cls, model: StageModel, max_rows: int) -> MessageLayout:
-        """What the head gives the other ranks of its stage: latents, time embeddings and control vectors, and text
-        embeddings."""
+        """What the head gives the other ranks of its stage: latents with their condition, time embeddings and control
+        vectors, and text embeddings."""
         denoiser, spec = model.denoiser, model.spec
         frames, dtype = spec.chunk_latents // denoiser.patch[0], denoiser.dtype
-        shapes: list[Shape] = [spec.chunk_shape, (frames, denoiser.width)]
-        shapes += [(frames, len(spec.controls))] if spec.controls else []
-        return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
+        shapes: list[Shape] = [spec.input_shape, (frames, denoiser.width)]
+        shapes += [spec.steering_shape] if spec.control_planes and spec.steering_shape else []
+        rows = tuple((shape, dtype) for shape in shapes)
+        return cls(max_rows, rows + _action_rows(spec), (spec.text_shape, dtype))
 
     @classmethod
     def between_stages(cls, model: StageModel, max_rows: int, shares: int = 1) -> MessageLayout:
-        """Hidden states and time embeddings forward, and text embeddings; of the hidden states one of so many equal
-        `shares`."""
+        """Hidden states, time embeddings and rows of actions forward, and text embeddings; of the hidden states one of
+        so many equal `shares`."""
         denoiser, spec = model.denoiser, model.spec
         dtype = denoiser.dtype
         frames, tokens = spec.chunk_latents // denoiser.patch[0], denoiser.tokens(spec.chunk_shape[1:])
-        shapes = ((tokens // shares, denoiser.width), (frames, denoiser.width))
-        return cls(max_rows, tuple((shape, dtype) for shape in shapes), (spec.text_shape, dtype))
+        rows = ((tokens // shares, denoiser.width), dtype), ((frames, denoiser.width), dtype)
+        return cls(max_rows, rows + _action_rows(spec), (spec.text_shape, dtype))
 
     @classmethod
     def back_to_head(cls, model: StageModel, max_rows: int) -> MessageLayout:
@@ -214,6 +216,12 @@ class MessageLayout:
             views.append(buffer[offset : offset + size].view(dtype).view(count, *shape))
             offset += _padded(prod(shape) * self.max_rows * dtype.itemsize)
         return tuple(views)
+
+
+def _action_rows(spec: ModelSpec) -> tuple[tuple[Shape, torch.dtype], ...]:
+    """The rows of actions that go with a chunk to every stage, where the model has any."""
+    rows = spec.action_rows
+    return () if rows is None else ((rows.shape(spec.chunk_latents), torch.float32),)
 
 
 def _padded(nbytes: int) -> int:

@@ -4,7 +4,7 @@ A message is one packed buffer, the record first. The receiving end listens, and
 that says where, and what to say there; a peer that says something else is refused. It has a thread that takes in what
 comes as long as a slot is free. The sending end hands a message to the kernel at once; a thread sends only what the
 kernel does not take. So between a stage and the next stands one wake-up of a thread on each side of the queue, and
-neither side waits for the other (docs/decisions/0028-tcp-link.md).
+neither side waits for the other (docs/decisions/0010-links.md).
 """
 
 from __future__ import annotations

@@ -165,8 +165,7 @@ class RollingAttention:
         adapt = adapt if geometry.sink and not sink_frames else None
         fold = fold if gone >= max(geometry.pinned, visible_from_chunk) else None
         caches = state.layers(cache)
-        # Relative: the sink's last frame is followed by the window's first, so count back from there.
-        sink_at = 0 if geometry.absolute else first - sink
+        sink_at = geometry.sink_at(end_chunk, visible_from_chunk)
         moved = sink > 0 and state.move_sink(cache, sink_at)
         changed = fold is not None or (sink_frames > 0 and sink_at > 0)  # by the row itself
         sink_rope = self._table(sink_at, sink) if moved or changed else None

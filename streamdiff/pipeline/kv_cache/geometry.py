@@ -14,7 +14,8 @@ def cache_geometry(spec: ModelSpec, kv_context: str, *, steps: int) -> CacheGeom
     """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to."""
     spare, absolute = spare_slots(kv_context, steps=most_steps(steps, spec.steps)), spec.rope == "absolute"
     adaptive = spec.adaptive_ring(kv_context)
-    return CacheGeometry(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents, adaptive)
+    sizes = spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents, adaptive
+    return CacheGeometry(*sizes, spec.positions or 0)
 
 
 @session_state("cache-geometry")
@@ -23,8 +24,10 @@ class CacheGeometry:
     """Geometry of a ring, in latent frames: `sink` first frames that stay, `window` frames that a chunk of `chunk`
     frames sees (sink and itself included); `spare` slots, in chunks, beyond that for newer chunks that are in flight at
     the same time. Where positions are `absolute` the sink's keys keep theirs, otherwise the sink stands right before
-    the window. `adaptive`: the sink takes chunks in, so that once the ring is full which slot a chunk takes, and which
-    chunks are in sight, is known on the device alone (`adaptive_ring`); it sees all slots then."""
+    the window; of `positions`, if not 0, that a model knows: once the stream is longer it stands so that the chunk's
+    last frame has the last of these. `adaptive`: the sink takes chunks in, so that once the ring is full which slot a
+    chunk takes, and which chunks are in sight, is known on the device alone (`adaptive_ring`); it sees all slots
+    then."""
 
     sink: int
     window: int
@@ -32,6 +35,7 @@ class CacheGeometry:
     absolute: bool = False
     chunk: int = 1
     adaptive: bool = False
+    positions: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.sink <= self.window - self.chunk or self.chunk < 1 or self.spare < 0:
@@ -82,6 +86,14 @@ class CacheGeometry:
         end = (chunk + 1) * self.chunk
         sink = min(self.sink, end)
         return sink, max(sink, end - (self.window - self.sink), min(visible_from_chunk, chunk) * self.chunk)
+
+    def sink_at(self, chunk: int, visible_from_chunk: int = 0) -> int:
+        """The rotary position of the sink's first frame, as `chunk` sees it; other frames stand where they are in the
+        stream. Relative: the sink's last frame is followed by the window's first, so count back from there."""
+        if not self.absolute:
+            sink, first = self.frames(chunk, visible_from_chunk)
+            return first - sink
+        return max(0, (chunk + 1) * self.chunk - self.positions) if self.positions else 0
 
     def evicted(self, chunk: int) -> int:
         """The chunk whose slot `chunk` takes; below `pinned` if there is none."""

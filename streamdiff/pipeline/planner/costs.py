@@ -152,6 +152,8 @@ def _block_flops(sizes: ModelSizes, kv_context: str) -> tuple[float, float]:
     tokens, width = sizes.tokens, sizes.width
     # Eight projections of width x width minus the text's own keys and values, the feed-forward's two, the attentions.
     products = 2.0 * tokens * (6 * width**2 + 2 * width * sizes.ffn_dim)
+    if sizes.camera_channels is not None:  # four more, once for all steps of a chunk and its clean pass
+        products += 2.0 * tokens * 4 * width**2 / (sizes.spec.steps[0] + 1)
     return products, 2.0 * tokens * 2 * width * (sizes.window_tokens(kv_context) + sizes.text_tokens)
 
 

@@ -123,13 +123,13 @@ def gpus() -> dict[str, Gpu]:
 
 
 def find(name: str) -> Gpu:
-    """The GPU called `name`. Raises ConfigError: there is none."""
-    if name not in gpus():
+    """The GPU called `name`, in capitals or not. Raises ConfigError: there is none."""
+    if (found := gpus().get(name.lower())) is None:
         raise ConfigError(
             f"--gpu is {name!r}, but must be one of {', '.join(gpus())}; of others --tflops and --gbps tell",
             field="gpu",
         )
-    return gpus()[name]
+    return found
 
 
 def recognise(title: str) -> Gpu | None:
@@ -217,11 +217,11 @@ class GpuRing:
         one = self.demand(1)
         counts = []
         for row in one.memory():
-            left = self.gpu.usable_bytes - one.without_sessions(row.rank)
+            left = self.gpu.usable_bytes - row.total + row.sessions
             if left < 0:
                 return 0
-            if (each := row.caches + row.decoding) > 0:
-                counts.append(left // each)
+            if row.sessions > 0:
+                counts.append(left // row.sessions)
         return min(counts)
 
 

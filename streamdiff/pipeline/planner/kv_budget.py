@@ -36,8 +36,9 @@ class PreallocatedCaches(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """A rank's `free` bytes for sessions, the bytes of decoder state of each session, if this rank decodes, and the
-    bytes of host memory that it may fill with sessions that are swapped out."""
+    """A rank's `free` bytes for sessions, the bytes that each takes beside its caches (decoder state, if this rank
+    decodes, and what cameras do to its blocks, where that is kept), and the bytes of host memory that it may fill with
+    sessions that are swapped out."""
 
     free: int
     decoding: int = 0

@@ -28,13 +28,6 @@ _EXCHANGED = 12
 """Tensors of a rank's tokens that `distributed.context_parallel` has as buffers, three for each that is exchanged."""
 _UNIT = 32
 """Sides of proposed pictures are multiples of it."""
-_WORDS = {
-    "weights": "weights",
-    "caches": "KV caches",
-    "activations": "a forward",
-    "decoding": "decoder's memory",
-    "decode_work": "a call of the decoder",
-}
 Limits = tuple[tuple[int, str], ...]
 """Bytes that may be taken, and of what."""
 
@@ -66,17 +59,18 @@ class Storage:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: the transformer's part and the decoder as `weights`; caches of all sessions; `activations` are
-    the link's slots and the widest moment of a block; `decoding` is what the decoder remembers of all sessions, and
-    `decode_work` what a call of it takes beside that."""
+    """Bytes of one rank's device, the text encoder apart: the transformer's part and the decoder as `weights`; caches
+    of all sessions; `forward` is the link's slots and the widest moment of a block; `decoder_state` is what the decoder
+    remembers of all sessions, and `decoder_call` what a call of it takes beside that; `libraries` CUDA's own."""
 
     rank: int
     role: str
     weights: int = 0
     caches: int = 0
-    activations: int = 0
-    decoding: int = 0
-    decode_work: int = 0
+    forward: int = 0
+    decoder_state: int = 0
+    decoder_call: int = 0
+    libraries: int = 0
 
     @property
     def total(self) -> int:
@@ -84,13 +78,18 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("rank", "role")}
+        """Bytes by name: all fields but the first two."""
+        return {each.name: getattr(self, each.name) for each in fields(self)[2:]}
 
     @property
     def work(self) -> int:
         """What computing takes beside weights and sessions."""
-        return self.activations + self.decode_work
+        return self.forward + self.decoder_call + self.libraries
+
+    @property
+    def sessions(self) -> int:
+        """What the sessions take."""
+        return self.caches + self.decoder_state
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Demand:
     libraries: int = LIBRARIES_BYTES
 
     def memory(self) -> tuple[Memory, ...]:
-        """Of every rank, what libraries take apart.
+        """Of every rank.
 
         The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own.
         Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the
@@ -120,15 +119,15 @@ class Demand:
         ranks, shares = self.load.stages * self.load.shares, self.load.shares
         home = {"last": ranks - shares, "dedicated": ranks}.get(self.decode, 0)
         found = [self._stage_rank(rank) for rank in range(ranks)]
-        found += [Memory(ranks, "")] if home == ranks else []
+        found += [Memory(ranks, "", libraries=self.libraries)] if home == ranks else []
         sizes, values = self.sizes, self.storage.decoder_bytes or self.storage.value_bytes
         latents = min(sizes.spec.chunk_latents, self.storage.decode_latents or sizes.spec.chunk_latents)
         found[home] = replace(
             found[home],
             role=f"{found[home].role} decode".strip(),
             weights=found[home].weights + values * sizes.decoder.weights,
-            decoding=values * self.load.sessions * sizes.decoder.remembered,
-            decode_work=values * sizes.decoder.work(latents) if sizes.decoder.work_per_latent else 0,
+            decoder_state=values * self.load.sessions * sizes.decoder.remembered,
+            decoder_call=values * sizes.decoder.work(latents) if sizes.decoder.work_per_latent else 0,
         )
         return tuple(found)
 
@@ -140,6 +139,7 @@ class Demand:
         weights = sizes.shared_values
         weights += sizes.embed_values + sizes.text_values if stage == 0 else 0
         weights += sizes.output_values if stage == last else 0
+        weights += sizes.action_values(first, end)
         on_device = end - first if storage.offload == "none" else min(end - first, OFFLOAD_BUFFERS)
         caches = sizes.cache_values(end - first, steps=load.steps, kv_context=load.kv_context, shares=load.shares)
         return Memory(
@@ -148,6 +148,7 @@ class Demand:
             storage.value_bytes * weights + on_device * storage.block_bytes(sizes),
             storage.value_bytes * load.sessions * caches,
             storage.value_bytes * load.max_rows * _activations(sizes, stage, load),
+            libraries=self.libraries,
         )
 
     def frame_by_frame(self) -> Demand:
@@ -157,16 +158,7 @@ class Demand:
     @property
     def totals(self) -> list[int]:
         """Bytes that the device of each rank needs."""
-        return [row.total + self.libraries for row in self.memory()]
-
-    def total(self, rank: int) -> int:
-        """Bytes that the rank's device needs."""
-        return self.totals[rank]
-
-    def without_sessions(self, rank: int) -> int:
-        """The same, but for what sessions take."""
-        found = self.memory()[rank]
-        return self.total(rank) - found.caches - found.decoding
+        return [row.total for row in self.memory()]
 
 
 def _activations(sizes: ModelSizes, stage: int, load: Workload) -> int:
@@ -179,35 +171,25 @@ def _activations(sizes: ModelSizes, stage: int, load: Workload) -> int:
     tokens = sizes.tokens // load.shares
     exchanged = tokens * sizes.width * _EXCHANGED if load.shares > 1 else 0
     widest = tokens * max(_NORM_WIDTHS * sizes.width, _FFN_WIDTHS * sizes.width + _FFN * sizes.ffn_dim)
-    return slots + exchanged + widest
+    camera = 0 if sizes.camera_channels is None else tokens * sizes.width  # its embedding
+    return slots + exchanged + widest + camera
 
 
-def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:
-    """Bytes of every stage in bfloat16: the transformer's weights, its blocks in 8 bits where `quantize` says so
-    (`models.transformer.quantization`), and the caches and decoder's memory of one session at the model's own
-    picture, window and KV context.
+def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none", vae: str = "") -> tuple[Memory, ...]:
+    """Memory of every stage's GPU in bfloat16, the transformer's blocks in 8 bits where `quantize` says so
+    (`models.transformer.quantization`), with one session at the model's own picture, window and KV context, and with
+    the decoder called `vae` (empty: its own) on the first one.
 
-    Blocks are spread evenly. It leaves out the text encoder, the decoder's weights and calls (`decoder_bytes`), and
-    what the libraries take; a model that cannot stream has no caches.
+    Blocks are spread evenly. A model that cannot stream has no caches.
 
     Raises:
         ConfigError: more stages than blocks.
     """
-    sizes = entry_sizes(entry)
+    sizes = entry_sizes(entry, vae=vae or None)
     kv_context = entry.context.default if entry.context else "clean"
     steps = sizes.spec.steps[0] if sizes.spec.steps else 1
     load = Workload(stages, 0 if entry.stream is None else 1, steps, kv_context, 1)
-    runs = split_evenly(sizes.blocks, stages)
-    whole = Demand(sizes, Storage(BFLOAT16, quantize), runs, "head", load).memory()
-    decoder = BFLOAT16 * sizes.decoder.weights if entry.weights is not None else 0
-    return replace(whole[0], weights=whole[0].weights - decoder, decode_work=0), *whole[1:]
-
-
-def decoder_bytes(entry: CatalogueEntry, vae: str | None = None) -> int:
-    """Bytes of the decoder's weights and of a call for a chunk, in bfloat16: of the model's own, or the one called
-    `vae`."""
-    sizes = entry_sizes(entry, vae=vae)
-    return BFLOAT16 * (sizes.decoder.weights + sizes.decoder.work(sizes.spec.chunk_latents))
+    return Demand(sizes, Storage(BFLOAT16, quantize), split_evenly(sizes.blocks, stages), "head", load).memory()
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------
@@ -227,10 +209,9 @@ def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:
     """Why the rank's demand is above `free` bytes, which are what `where` has, even if it decodes `frame_by_frame`:
     what takes how much, which options by themselves make it fit, or else which do together. None where it fits."""
     demand = demand.frame_by_frame()
-    if (needed := demand.total(rank)) <= free:
+    if (needed := demand.totals[rank]) <= free:
         return None
-    parts = [f"{_WORDS[name]} {_gb(count)}" for name, count in demand.memory()[rank].parts.items() if count]
-    parts += [f"libraries {_gb(demand.libraries)}"] if demand.libraries else []
+    parts = [f"{name.replace('_', ' ')} {_gb(count)}" for name, count in demand.memory()[rank].parts.items() if count]
     return (
         f"{demand.sizes.spec.name} does not fit: rank {rank} needs {_gb(needed)} GB ({', '.join(parts)}), and {where} "
         f"has {_gb(free)} GB. {_ways_out(demand, rank, free)}"
@@ -238,7 +219,7 @@ def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:
 
 
 def _ways_out(demand: Demand, rank: int, free: int) -> str:
-    found = [(option, changed.total(rank)) for option, changed in _remedies(demand, rank, free)]
+    found = [(option, changed.totals[rank]) for option, changed in _remedies(demand, rank, free)]
     if enough := [f"{option} ({_gb(total)} GB)" for option, total in found if total <= free]:
         return f"Any of these makes it fit: {'; '.join(enough)}"
     options, total = _together(demand, rank, free)
@@ -251,9 +232,9 @@ def _ways_out(demand: Demand, rank: int, free: int) -> str:
 def _together(demand: Demand, rank: int, free: int) -> tuple[list[str], int]:
     """Options one after the other until it fits, and what is needed then; those that gain nothing are left out."""
     options, used = list[str](), set[str]()
-    while (total := demand.total(rank)) > free:
+    while (total := demand.totals[rank]) > free:
         left = [each for each in _remedies(demand, rank, free) if each[0].split()[0] not in used]
-        chosen = next((each for each in left if each[1].total(rank) < total), None)
+        chosen = next((each for each in left if each[1].totals[rank] < total), None)
         if chosen is None:
             break
         option, demand = chosen
@@ -271,7 +252,7 @@ def _remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
         yield "--quantize int8", replace(demand, storage=replace(storage, quantize="int8"))
     if demand.changeable:
         small = decoder_sizes(demand.sizes.spec, demand.own, SMALL)
-        if demand.memory()[rank].decode_work and small != demand.sizes.decoder:
+        if demand.memory()[rank].decoder_call and small != demand.sizes.decoder:
             yield f"--vae {SMALL}", replace(demand, sizes=replace(demand.sizes, decoder=small), vae=SMALL)
         if has_blocks:
             yield from _largest(_windows(demand), rank, free)
@@ -284,7 +265,7 @@ def _largest(choices: Iterator[Remedy], rank: int, free: int) -> Iterator[Remedy
     """The first of the choices, which grow smaller, that fits; else the last one; none where there is none."""
     chosen: Remedy | None = None
     for chosen in choices:
-        if chosen[1].total(rank) <= free:
+        if chosen[1].totals[rank] <= free:
             break
     if chosen is not None:
         yield chosen

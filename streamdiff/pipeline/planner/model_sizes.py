@@ -36,6 +36,8 @@ class ModelSizes:
     out_channels: int
     patch: tuple[int, int, int]
     cross_attn_norm: bool
+    camera_channels: int | None = None
+    image_dim: int | None = None
     text_values: int = 0
     decoder: DecoderSizes = NO_DECODER
 
@@ -78,27 +80,48 @@ class ModelSizes:
 
     @property
     def block_values(self) -> int:
-        """One block: self- and cross-attention with their norms, feed-forward, modulation table."""
+        """One block: self- and cross-attention with their norms, feed-forward, modulation table, camera."""
         width = self.width
+        camera = self._camera_layers * (width**2 + width)
         attention = 4 * (width**2 + width) + 2 * width
         norm = 2 * width if self.cross_attn_norm else 0
-        return 2 * attention + norm + 2 * width * self.ffn_dim + self.ffn_dim + width + 6 * width
+        return camera + 2 * attention + norm + 2 * width * self.ffn_dim + self.ffn_dim + width + 6 * width
+
+    def action_values(self, first: int, end: int) -> int:
+        """The action modules of blocks `first` to `end` (exclusive)."""
+        if (own := self.spec.actions) is None:
+            return 0
+        inner, window, hidden = own.heads * own.head_dim, own.rows.window, own.hidden
+        one = (own.keyboard + hidden + 2) * hidden + 2 * inner * (self.width + window * hidden)
+        if own.mouse:
+            one += (self.width + window * own.mouse + 1) * inner + (4 * inner + 3) * inner + inner * self.width
+        return one * sum(first <= block < end for block in own.blocks)
 
     @property
     def linear_values(self) -> int:
-        """Numbers of a block that can be quantised to 8 bits: the matrices of attention and feed-forward."""
-        return 8 * self.width**2 + 2 * self.width * self.ffn_dim
+        """Numbers of a block that can be quantised to 8 bits: the matrices of attention, feed-forward and camera."""
+        return (8 + self._camera_layers) * self.width**2 + 2 * self.width * self.ffn_dim
 
     @property
     def linear_rows(self) -> int:
         """Rows of these matrices; in 8 bits each has a scale, four bytes, and a zero, one byte."""
-        return 9 * self.width + self.ffn_dim
+        return (9 + self._camera_layers) * self.width + self.ffn_dim
+
+    @property
+    def _camera_layers(self) -> int:
+        """Layers of a block that a camera steers, each D x D."""
+        return 0 if self.camera_channels is None else 4
 
     @property
     def shared_values(self) -> int:
-        """What every stage needs beside its blocks: the projections of time and text."""
-        width = self.width
-        return width * 6 * width + 6 * width + (self.text_dim + 1) * width + width**2 + width
+        """What every stage needs beside its blocks: the projections of time and text, or of a picture's features, and
+        the camera's embedding."""
+        width, image, channels = self.width, self.image_dim, self.camera_channels
+        text = (self.text_dim + 1) * width + width**2 + width
+        if image is not None:
+            text = 2 * image + image**2 + image + image * width + width + 2 * width
+        camera = 0 if channels is None else (channels + 1) * width + 2 * (width**2 + width)
+        return camera + width * 6 * width + 6 * width + text
 
     @property
     def embed_values(self) -> int:
@@ -111,21 +134,32 @@ class ModelSizes:
         """Output layer with its modulation, on the last rank."""
         return (self.width + 1) * self.out_channels * prod(self.patch) + 2 * self.width
 
+    def camera_values(self, blocks: int, shares: int = 1) -> int:
+        """What a chunk's cameras do to so many blocks, made once for all its steps: a scale and a shift for each token
+        and channel; a share of the tokens on each of `shares` ranks."""
+        return 0 if self.camera_channels is None else blocks * 2 * self.tokens * self.width // shares
+
     # ---- caches, in numbers ------------------------------------------------------------------------------------
 
     def cache_values(self, blocks: int, *, steps: int, kv_context: str, shares: int = 1) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
-        slots, and the text's for one epoch. Of `shares` ranks that share the stage each keeps that share of the caches'
-        heads, and all of the text. The number of stages does not matter, and a session in few steps keeps as much as in
-        the most that the model has: it may change to them."""
+        slots, those of action modules, which the first blocks have, and the text's for one epoch. Of `shares` ranks
+        that share the stage each keeps that share of the caches' heads, and all of the text. The number of stages does
+        not matter, and a session in few steps keeps as much as in the most that the model has: it may change to
+        them."""
         steps = most_steps(steps, self.spec.steps)
         slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
         pinned = -(-self.spec.sink_latents // self.spec.chunk_latents)
         # Slots whose keys are kept un-rotated too, as they move.
         sink = 0 if self.spec.adaptive_ring(kv_context) else pinned
-        own_width = self.width // shares
-        return blocks * (own_width * caches * (2 * slots + sink) * self.tokens + self.width * 2 * self.text_tokens)
+        own_width, acting = self.width // shares, 0
+        if (own := self.spec.actions) is not None:  # the first stages have most
+            seen = self.tokens * (own.mouse > 0) + self.spec.chunk_latents
+            acting = min(blocks, len(own.blocks)) * 2 * slots * seen * own.heads * own.head_dim
+        return acting + blocks * (
+            own_width * caches * (2 * slots + sink) * self.tokens + self.width * 2 * self.text_tokens
+        )
 
 
 def read_sizes(model: str) -> ModelSizes:
@@ -171,6 +205,8 @@ def sizes_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder: Decode
         out_channels=given["out_channels"],
         patch=tuple(given["patch_size"]),
         cross_attn_norm=given["cross_attn_norm"],
+        camera_channels=given.get("camera_channels"),
+        image_dim=given.get("image_dim"),
         decoder=decoder,
     )
 
@@ -209,7 +245,7 @@ def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae:
     if entry.weights is None:
         return read_sizes(entry.name)
     architecture = catalogue.transformer_arguments(entry)
-    spec = catalogue.make_spec(entry.name, entry, architecture)
+    spec = catalogue.make_spec(entry.name, entry, architecture, catalogue.parts_of(entry)[0].actions)
     if size is not None:
         spec = with_size(spec, *size)
     if entry.stream is None:
@@ -221,10 +257,11 @@ SMALL = "taew2_1"
 """The small autoencoder that is proposed where the large one does not fit."""
 
 
-def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None) -> DecoderSizes:
+def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None, *, small: bool = False) -> DecoderSizes:
     """The decoder that the configuration's `vae` means (None: the catalogue's autoencoder `own`), for pictures of
-    `spec`. A file is a small one where its name says so, as the published ones' do; else it is Wan's, as `own` is."""
-    small = any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
+    `spec`. A file is a `small` one, also where its name says so, as the published ones' do; else it is Wan's, as `own`
+    is."""
+    small = small or any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
     config = catalogue.parts().autoencoders[own].config
     if config is None or small or "tae" in Path(vae or "").name.removeprefix(catalogue.RANDOM):
         found = TaehvConfig(spec.latent_channels).decoder(spec.latent_height, spec.latent_width)

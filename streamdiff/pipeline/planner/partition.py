@@ -187,8 +187,8 @@ def check_stages(stages: int, blocks: int) -> None:
 
 
 def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
-    """Raises ConfigError where a model of these sizes cannot be split over so many stages, these be shared so, or its
-    blocks be offloaded."""
+    """Raises ConfigError where a model of these sizes cannot be split over so many stages, these be shared so, its
+    blocks be offloaded, or its forwards compiled."""
     if config.offload == "blocks" and config.quantize != "none":
         raise ConfigError(
             f"offload is blocks and quantize is {config.quantize}, whose weights are no plain tensors that could be "
@@ -202,6 +202,18 @@ def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
             field="model.parallel",
         )
     check_stages(config.stages, sizes.blocks)
+    if sizes.spec.actions is not None:
+        for name, is_so, why in (
+            ("parallel", config.shares > 1, "have a cache for each token, which ranks do not share yet"),
+            ("offload", config.offload == "blocks", "are in some blocks only, and blocks that take turns are alike"),
+            ("compile", config.compile == "on", "have caches that graphs do not know yet"),
+        ):
+            if is_so:
+                value = getattr(config, name)
+                raise ConfigError(
+                    f"{name} is {value}, but {sizes.spec.name} has action modules, which {why}; leave {name} out",
+                    field=f"model.{name}",
+                )
     if config.shares not in (possible := possible_shares(sizes)):
         fitting = ", ".join(map(str, possible[1:]))
         ways = f"{fitting} ranks can share one, or 1 has it alone" if fitting else "give each stage one rank"

@@ -35,7 +35,7 @@ from streamdiff.models.transformer.attention_backend import (
     merge_attention_states,
     try_paged,
 )
-from streamdiff.models.transformer.wan import BlockWeights, KeyValue, TokenStates, block_modulation, concat_rows
+from streamdiff.models.transformer.wan import BlockText, BlockWeights, TokenStates, block_modulation, concat_rows
 from streamdiff.pipeline.kv_cache.attention import (
     AttentionMetadata,
     PooledRow,
@@ -230,7 +230,7 @@ def run_parts(
     result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
     if stage.last and group is not None:
         return stage.unite(result[0], group)
-    return result if stage.last else (*result, time)
+    return result if stage.last else (*result, *given[1 : 2 + (stage.spec.action_rows is not None)])
 
 
 def _metadata(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
@@ -262,7 +262,7 @@ def _split(given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) 
         caches[index:] = caches[index:] or [own]
         sessions.append(index)
     rows = tuple(RowInputs(*row.tensors[1:]).map(_fresh_view) for row in metadata)
-    others = tuple(tuple(KeyValue(_fresh_view(kv.key), _fresh_view(kv.value)) for kv in text) for text in texts)
+    others = tuple(tuple(type(own)(*map(_fresh_view, own)) for own in text) for text in texts)
     key = Key(tuple(sessions), tuple(row.shape for row in metadata), tuple(len(each.keys[0]) for each in caches))
     return key, Inputs(given, others, tuple(caches), rows)
 
@@ -302,7 +302,7 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         return (*turned, key) if keeps_unrotated else turned
 
     def after(
-        weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[KeyValue, ...], mixed: Tensor
+        weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[BlockText, ...], mixed: Tensor
     ) -> Tensor:
         own = block_modulation(weights.block.scale_shift_table, modulation)
         return denoiser.after_attention(weights, hidden, own, concat_rows(texts), mixed, attend)
@@ -319,7 +319,7 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         following: BlockWeights,
         hidden: Tensor,
         modulation: Tensor,
-        texts: tuple[KeyValue, ...],
+        texts: tuple[BlockText, ...],
         mixed: Tensor,
     ) -> tuple[Tensor, ...]:
         hidden = after(weights, hidden, modulation, texts, mixed)
@@ -330,7 +330,7 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         hidden: Tensor,
         time: Tensor,
         modulation: Tensor,
-        texts: tuple[KeyValue, ...],
+        texts: tuple[BlockText, ...],
         mixed: Tensor,
     ) -> Tensors:
         hidden = after(weights, hidden, modulation, texts, mixed)

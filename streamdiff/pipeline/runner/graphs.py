@@ -18,11 +18,11 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import Capture, DecoderState, Step
-from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.models.transformer.wan import BlockText
 from streamdiff.pipeline.kv_cache.cache import LayerCaches
 
 Tensors = tuple[Tensor, ...]
-Texts = Sequence[Sequence[KeyValue]]
+Texts = Sequence[Sequence[BlockText]]
 """Of each row, of each layer."""
 
 
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     """All tensors that a forward reads; `caches`, once per session, are also written."""
 
     given: Tensors
-    texts: tuple[tuple[KeyValue, ...], ...]
+    texts: tuple[tuple[BlockText, ...], ...]
     caches: tuple[LayerCaches, ...]
     rows: tuple[RowInputs, ...]
 
@@ -102,12 +102,12 @@ def graph_cache_on(device: torch.device) -> GraphCache | None:
 
 @dataclass
 class TextBuffer:
-    """Static buffers of a row's text keys and values; `whose` is the object that was copied there last."""
+    """Static buffers of what a row's blocks are given; `whose` is the object that was copied there last."""
 
-    layers: tuple[KeyValue, ...]
+    layers: tuple[BlockText, ...]
     whose: object = None
 
-    def put(self, text: Sequence[KeyValue]) -> None:
+    def put(self, text: Sequence[BlockText]) -> None:
         """Copy `text` into the buffers unless it is there already. Mutates: self."""
         if self.whose is text:
             return
@@ -129,7 +129,7 @@ class GraphCache:
     """Captured CUDA graphs by key: a replayed forward is one launch, not thousands.
 
     All are captured before a stream runs: a capture computes nothing, and waits for the device, which in a ring may
-    wait for another rank (docs/decisions/0010-nccl-link.md). Inputs other than caches are copied to static buffers that
+    wait for another rank (docs/decisions/0010-links.md). Inputs other than caches are copied to static buffers that
     graphs share; text keys and values, which are large, only where a row's are others than those of the forward before.
     A replay allocates nothing.
     """
@@ -167,10 +167,10 @@ class GraphCache:
         Mutates: self."""
         return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
 
-    def _text(self, row: int, text: tuple[KeyValue, ...]) -> TextBuffer:
+    def _text(self, row: int, text: tuple[BlockText, ...]) -> TextBuffer:
         """The text buffer of a forward's row, shared by all graphs. Mutates: self."""
         if row not in self._texts:
-            self._texts[row] = TextBuffer(tuple(KeyValue(kv.key.clone(), kv.value.clone()) for kv in text))
+            self._texts[row] = TextBuffer(tuple(type(own)(*(each.clone() for each in own)) for own in text))
         return self._texts[row]
 
 

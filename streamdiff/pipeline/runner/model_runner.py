@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
-from streamdiff.models.transformer.wan import KeyValue, SelfAttention, TokenStates, concat_rows
+from streamdiff.models.transformer.actions import ACTION_MODEL, frame_factors
+from streamdiff.models.transformer.wan import KeyValue, SelfAttention, SteeredText, TokenStates, concat_rows
 from streamdiff.models.transformer.weights import weights_digest
 from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
@@ -29,12 +30,13 @@ from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateM
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
+from streamdiff.pipeline.kv_cache.over_time import ActionCaches, ActionRow, attend_over_time
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.row_faults import ROW_ERRORS, StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage
-from streamdiff.pipeline.runner.graphs import Tensors
+from streamdiff.pipeline.runner.graphs import Tensors, Texts
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, KEPT, STATE, reset, session_state
+from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, DERIVED, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore
 
 _TRIAL = -1
@@ -54,10 +56,18 @@ class StageState:
     """Whether each step has a cache of its own: `same_step`."""
     cached_steps: int = field(metadata=KEPT)
     """If `same_step`: the step count that the caches are laid out for."""
+    actions: ActionCaches | None = field(metadata=BY_LAYER)
+    """Of a model with action modules."""
     newest: int = field(default=-1, metadata=STATE)
     """The newest chunk that has written; read only if not `same_step`."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
+    steered: dict[tuple[int, int], list[SteeredText]] = field(default_factory=dict, metadata=DERIVED)
+    """By (chunk, epoch) in flight: the text with what the chunk's cameras do to each block, where that is kept."""
+
+    def derive(self) -> None:
+        """What cameras do is made again. Mutates: self."""
+        self.steered.clear()
 
     def forget_epochs(self, oldest: int) -> None:
         """Drop epochs before `oldest`. Mutates: self."""
@@ -92,6 +102,7 @@ class ModelRunner:
         self.attention = RollingAttention(
             spec.chunk_latents, *patches, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
         )
+        self._frame_factors = lru_cache(maxsize=32)(self._make_frame_factors)
         self._folded = self.denoiser.fold_position_planes(*self.grid[1:]) if self.first else None
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, StageState] = {}
@@ -101,6 +112,9 @@ class ModelRunner:
         self.swaps = SwapStore(device)
         """Where sessions lie that are swapped out."""
         self.mover = StateMover(self)
+        self.keeps_cameras = True
+        """Whether what cameras do to the blocks is made once per chunk, not step by step: it takes two numbers of each
+        token and width in every block (5.1 GB of a 14B at 480x832)."""
         self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
         self._pool: CachePool | None = None  # caches that have graphs of CUDA
 
@@ -149,18 +163,19 @@ class ModelRunner:
         like = given[0]
         if self.last:
             return (like.new_full((rows, *self.spec.chunk_shape), torch.nan),)
-        tokens = self.denoiser.tokens(self.grid)
-        return like.new_full((rows, tokens, self.denoiser.width), torch.nan), given[1].clone()
+        tokens, onward = self.denoiser.tokens(self.grid), given[1 : 2 + (self.spec.action_rows is not None)]
+        hidden = like.new_full((rows, tokens, self.denoiser.width), torch.nan)
+        return hidden, *(each.clone() for each in onward)
 
     def zeros(self, rows: int) -> Tensors:
         """Zeros in the shape of what `forward` is given for so many rows."""
         like, width = torch.empty(0, dtype=self.denoiser.dtype, device=self.device), self.denoiser.width
-        time = like.new_zeros(rows, self.grid[0], width)
+        time, spec = like.new_zeros(rows, self.grid[0], width), self.spec
+        steering = () if spec.steering_shape is None else (like.new_zeros(rows, *spec.steering_shape),)
+        onward = tuple(each.float() for each in steering) if spec.action_rows is not None else ()
         if self.first:
-            latents = like.new_zeros(rows, self.denoiser.latent_channels, *self.grid)
-            controls = like.new_zeros(rows, self.grid[0], len(self.spec.controls))
-            return (latents, time, controls) if self.spec.controls else (latents, time)
-        return like.new_zeros(rows, self.denoiser.tokens(self.grid) // self.shares, width), time
+            return like.new_zeros(rows, *spec.input_shape), time, *(onward or steering)
+        return like.new_zeros(rows, self.denoiser.tokens(self.grid) // self.shares, width), time, *onward
 
     def forget_sinks(self, session: int) -> None:
         """Have the sink of a session's caches rotated again. Mutates: its caches."""
@@ -174,7 +189,16 @@ class ModelRunner:
         geometry, caches = self._cache_kind(steps, kv_context)
         state = self._pool and self._pool.take(geometry, caches)
         state = state or KVCache.allocate(geometry, caches=caches, **self._cache_sizes(self.device))
-        self.sessions[session] = StageState(geometry, state, steps, kv_context in PER_STEP, steps)
+        actions = self._action_caches(geometry)
+        self.sessions[session] = StageState(geometry, state, steps, kv_context in PER_STEP, steps, actions)
+
+    def _action_caches(self, geometry: CacheGeometry) -> ActionCaches | None:
+        """Empty caches of the stage's action modules; None: the model has none."""
+        if (sizes := self.spec.actions) is None:
+            return None
+        layers = max((at + 1 for at, each in enumerate(self.denoiser.blocks) if hasattr(each, ACTION_MODEL)), default=0)
+        tokens, like = self.denoiser.tokens(self.grid) // self.grid[0], self._cache_sizes(self.device)["like"]
+        return ActionCaches.allocate(geometry, sizes, layers, tokens, like)
 
     def _cache_kind(self, steps: int, kv_context: str) -> tuple[CacheGeometry, int]:
         """Geometry and number of a session's caches."""
@@ -189,6 +213,12 @@ class ModelRunner:
             "head_dim": self.denoiser.head_dim,
             "like": torch.empty(0, dtype=self.denoiser.dtype, device=device),  # weights may be quantised
         }
+
+    def _make_frame_factors(self, chunk: int) -> Tensor:
+        """Rotary factors of a chunk's latent frames for action modules: few chunks are in flight at once."""
+        assert self.spec.actions is not None
+        frames = self.grid[0]
+        return frame_factors(chunk * frames, frames, self.spec.actions, self.device)
 
     def close(self, session: int) -> None:
         """Free the session's KV cache, or give it back to the pool. Mutates: self."""
@@ -250,8 +280,9 @@ class ModelRunner:
         keeps it copies it. Mutates: the rows' caches.
 
         Args:
-            given: on the first stage latents `[R, C, F, h, w]`, the time embedding `[R, F, D]` and control vectors
-                `[R, F, K]` where the model has some, else `TokenStates`.
+            given: on the first stage latents `[R, C, F, h, w]`, with their condition behind them, the time embedding
+                `[R, F, D]` and control vectors `[R, F, K]`, or rows of actions `[R, rows, K]`, where the model has
+                some, else `TokenStates`.
 
         Returns:
             On the last stage the flow `[R, C, F, h, w]` alone, and where ranks share it that on the first of them only;
@@ -260,31 +291,76 @@ class ModelRunner:
         metadata: list[AttentionMetadata] = []
         for index, row in enumerate(rows):
             metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
-        texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        done = self.compiled.run(given, texts, metadata) if self.compiled is not None else None
+        texts, camera = self._block_texts(rows, given)
+        done = self.compiled.run(given, texts, metadata) if self.compiled is not None and camera is None else None
         if done is None:
-            text = [concat_rows(layer) for layer in zip(*texts, strict=True)]
+            text = map(concat_rows, zip(*texts, strict=True))  # layer by layer: what cameras do is large
             attention = self.attention.on(metadata)
             if self.group is not None:
                 attention = partial(shared_attention, self.group, attention)
-            done = self.leave(self.denoiser.run_blocks(self.enter(given), text, attention))
+            entered = self.enter(given)
+            act = None if self.spec.actions is None else partial(self._act, self._action_rows(rows, metadata), entered)
+            done = self.leave(self.denoiser.run_blocks(entered, text, attention, act, camera))
         for row in rows:
+            if row.clean or (row.last and self.sessions[row.session].same_step):
+                self.sessions[row.session].steered.pop((row.chunk, row.epoch), None)
             if row.chunk < self.spec.first_chunks > 1:
                 self._share(row)
         return done
 
+    def _block_texts(self, rows: Sequence[MicroStep], given: Tensors) -> tuple[Texts, Tensor | None]:
+        """Of each row what its blocks are given beside hidden states; and the rows' camera embedding `[R, L, D]`, where
+        blocks make their own of it step by step. Mutates: the rows' sessions, where it is made once per chunk."""
+        texts = [self.sessions[row.session].text[row.epoch] for row in rows]
+        if not self.denoiser.has_camera:
+            return texts, None
+        if not self.keeps_cameras:
+            return texts, self._camera_embedding(given[2])
+        return [self._steered(row, texts[i], given[2][i : i + 1]) for i, row in enumerate(rows)], None
+
+    def _steered(self, row: MicroStep, text: Sequence[KeyValue], camera: Tensor) -> list[SteeredText]:
+        """The text of a row with what its chunk's cameras do to each block. Mutates: the row's session."""
+        kept, key = self.sessions[row.session].steered, (row.chunk, row.epoch)
+        if key not in kept:
+            embedding, denoiser = self._camera_embedding(camera), self.denoiser
+            kept[key] = [denoiser.steered(denoiser.weights(i), own, embedding) for i, own in enumerate(text)]
+        return kept[key]
+
+    def _camera_embedding(self, cameras: Tensor) -> Tensor:
+        """That of this rank's tokens."""
+        embedding = self.denoiser.camera_embedding(cameras, *self.grid[1:])
+        return embedding if self.group is None else self.group.own_tokens(embedding)
+
+    def _action_rows(self, rows: Sequence[MicroStep], metadata: Sequence[AttentionMetadata]) -> list[ActionRow]:
+        """What action modules attend with."""
+        found = []
+        for row, own in zip(rows, metadata, strict=True):
+            caches = self.sessions[row.session].actions
+            assert caches is not None, "the model has action modules"
+            found.append(ActionRow(own, caches, self._frame_factors(row.chunk)))
+        return found
+
+    def _act(self, rows: list[ActionRow], entered: TokenStates, layer: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        """See `wan.Act`. Mutates: the rows' caches."""
+        module = getattr(block, ACTION_MODEL, None)
+        if module is None:
+            return hidden
+        obeying: Tensor = module(layer, hidden, entered.actions, partial(attend_over_time, rows))
+        return obeying
+
     def enter(self, given: Tensors) -> TokenStates:
         """The stage's input as `TokenStates` for its first block."""
-        first, time, *controls = given
+        first, time, *steering = given
         if not self.first:
-            return TokenStates(first, time)
-        hidden = self.denoiser.patches(first, self._folded, *controls)
-        return TokenStates(hidden if self.group is None else self.group.own_tokens(hidden), time)
+            return TokenStates(first, time, *steering)
+        onward = steering if self.spec.action_rows is not None else []
+        hidden = self.denoiser.patches(first, self._folded, *([] if onward else steering))
+        return TokenStates(hidden if self.group is None else self.group.own_tokens(hidden), time, *onward)
 
     def leave(self, tokens: TokenStates) -> Tensors:
         """The stage's output from its last block's `TokenStates`."""
         if not self.last:
-            return tuple(tokens)
+            return tuple(each for each in tokens if each is not None)
         if self.group is None:
             return (self.denoiser.output_layer(tokens, self.grid),)
         return self.unite(self.denoiser.output(tokens), self.group)

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
 from streamdiff.errors import RequestError
-from streamdiff.models import sampling
+from streamdiff.models import camera, sampling
 from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
+from streamdiff.models.camera import Heading
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.runner.controls import HeldControls
+from streamdiff.pipeline.runner.controls import HeldControls, action_rows
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
-from streamdiff.session_state.fields import DERIVED, STATE, session_state
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,15 @@ class StreamInputs:
     noise: in place of the seed's.
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
+    condition: see `SamplerState.condition`.
+    controls: what steers each chunk `[n, *ModelSpec.steering_shape]`, in place of what is held; the last goes on.
     """
 
     noise: Noise | None = None
     source: InitLatents | None = None
     levels: StepLevels | None = None
+    condition: Tensor | None = None
+    controls: Tensor | None = None
 
 
 @session_state("head")
@@ -186,6 +191,9 @@ class SamplerState:
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream continues from. With a clean pass they leave when that
     has been entered; in `same_step` every step has them as its x0."""
+    condition: Tensor | None = field(default=None, metadata=KEPT)
+    """What the picture that the stream begins with is to a model with condition channels: `[channels, n, h, w]`; later
+    latent frames have the last one's. None: zeros."""
     live: LiveLatents | None = field(default=None, metadata=DERIVED)
     """Video that comes in while the stream runs. A resumed session is fed again."""
     video: GivenVideo | None = field(default=None, metadata=DERIVED)
@@ -195,7 +203,11 @@ class SamplerState:
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=DERIVED)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     controls: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
-    """By chunk in flight, or `kept`: its control vectors `[F, K]`; empty where the model has no controls."""
+    """By chunk in flight, or `kept`: what steers it, see `ModelSpec.steering_shape`; empty where nothing does."""
+    given_controls: Tensor | None = field(default=None, metadata=DERIVED)
+    """By chunk, in place of what is held, see `StreamInputs.controls`."""
+    heading: Heading = field(default=Heading(), metadata=STATE)
+    """Of a model with a camera: where that looks since the latest chunk was admitted."""
     held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
     """The controls that the next chunk gets. A resumed session begins with none."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -224,7 +236,10 @@ class LatentSampler:
         self.sessions: dict[int, SamplerState] = {}
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
-        self._at_rest = torch.zeros(model.spec.chunk_latents, len(model.spec.controls), device=device)
+        spec, shape = model.spec, model.spec.steering_shape
+        self._at_rest = None if shape is None else torch.zeros(shape, device=device)
+        if spec.has_camera:
+            self._at_rest = camera.still_cameras(spec.chunk_latents, spec.width, spec.height).to(device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
     def prepare(
@@ -245,6 +260,9 @@ class LatentSampler:
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
         state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=video)
         levels = given.levels
+        if given.condition is not None:
+            state.condition = given.condition.to(self.device, torch.float32)
+        state.given_controls = given.controls
         if given.source is not None:
             state.source = given.source.on(self.device)
             levels = levels or StepLevels.of_first_step(given.source, schedule)
@@ -293,24 +311,54 @@ class LatentSampler:
 
     @torch.inference_mode()
     def inputs(self, rows: Sequence[MicroStep]) -> tuple[Tensor, ...]:
-        """Model inputs for `rows`: latents `[R, C, F, h, w]`, time embeddings `[R, F, D]` and, where the model has
-        controls, their vectors `[R, F, K]`, in the model's dtype; a chunk's first step takes its noise, and
-        the controls that are held. Mutates: self."""
+        """Model inputs for `rows`: latents `[R, C, F, h, w]`, with their condition behind them, time embeddings
+        `[R, F, D]` in the model's dtype and, where the model has controls, their vectors `[R, F, K]` in that, or rows
+        of actions `[R, rows, K]`, float32; a chunk's first step takes its noise, and the controls that are held.
+        Mutates: self."""
         latents, times = [], []
         for row in rows:
             session = self.sessions[row.session]
             if row.step == 0:
                 session.latents[row.chunk, row.epoch] = self._begin(row)
-                if self.spec.controls:
-                    vectors = session.held.take(self.spec.chunk_latents, self.spec.controls)
-                    session.controls[row.chunk] = vectors.to(self.device, non_blocking=True)
+                if self._at_rest is not None:
+                    session.controls[row.chunk] = self._steering(session, row.chunk)
             times.append(self._time(row))
-            latents.append(self._context(row) if row.clean else session.latents[row.chunk, row.epoch])
+            own = self._context(row) if row.clean else session.latents[row.chunk, row.epoch]
+            latents.append(self._with_condition(own, row.chunk, session.condition))
         given = torch.stack(latents).to(self.dtype), torch.stack(times)
-        if not self.spec.controls:
+        if self._at_rest is None:
             return given
-        controls = [self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows]
-        return *given, torch.stack(controls).to(self.dtype)
+        controls = torch.stack([self.sessions[row.session].controls.get(row.chunk, self._at_rest) for row in rows])
+        return *given, controls if self.spec.action_rows is not None else controls.to(self.dtype)
+
+    def _steering(self, session: SamplerState, chunk: int) -> Tensor:
+        """What steers a chunk that is admitted now, on the device. Mutates: session."""
+        if (given := session.given_controls) is not None:
+            return self._upload(given[min(chunk, len(given) - 1)])
+        spec = self.spec
+        vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
+        if spec.has_camera:
+            size = spec.width, spec.height
+            own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)
+            return self._upload(own)
+        vectors = self._upload(vectors)
+        return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)
+
+    def _upload(self, values: Tensor) -> Tensor:
+        """Values of the host on the device; from memory that is not pinned the host would wait for the copy."""
+        return (values.pin_memory() if self.device.type == "cuda" else values).to(self.device, non_blocking=True)
+
+    def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
+        """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""
+        if not self.spec.condition_channels:
+            return latents
+        first, frames = chunk * self.spec.chunk_latents, range(self.spec.chunk_latents)
+        if condition is None:
+            own = latents.new_zeros(self.spec.condition_channels, *latents.shape[1:])
+        else:  # frame by frame: a list of numbers would be uploaded
+            last = condition.shape[1] - 1
+            own = torch.stack([condition[:, min(first + frame, last)] for frame in frames], 1)
+        return torch.cat([latents, own])
 
     def look_ahead(self, rows: Sequence[MicroStep]) -> None:
         """`rows` are about to enter: have prepared, while the stage computes, what their chunks' next steps need, and
@@ -338,7 +386,7 @@ class LatentSampler:
             x0 = session.given_latents[row.chunk]
         if not row.last:
             fresh = self._noise(row, row.step + 1)
-            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
+            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1, renoise=True))
             return None
         session.video_levels.pop(row.chunk, None)
         if session.live is not None:
@@ -397,15 +445,16 @@ class LatentSampler:
         """Time embedding `[F, D]` of timesteps `[F]`."""
         return self._embed(timesteps[None])[0].to(self.dtype)
 
-    def _sigma(self, row: MicroStep, step: int) -> Tensor | float:
+    def _sigma(self, row: MicroStep, step: int, renoise: bool = False) -> Tensor | float:
         """The noise level of the row's chunk at one of its steps, as `StepLevels.sigma`, or one for all its latent
-        frames; at the first an input may have its own."""
+        frames; at the first an input may have its own. `renoise`: that which its x_t is made with, not x0."""
         session = self.sessions[row.session]
         if (video := session.video_levels.get(row.chunk)) is not None:
             return video.sigmas[step]
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
-        return session.schedule.of(row.chunk).sigmas[step]
+        schedule = session.schedule.of(row.chunk)
+        return schedule.renoise_sigma(step) if renoise else schedule.sigmas[step]
 
     def _prefetched(self, noise: Noise, schedule: Schedule) -> PrefetchedNoise:
         return PrefetchedNoise(noise, self.device, schedule.steps + (self.spec.context_sigma > 0), self._thread)

@@ -131,13 +131,19 @@ def _check_sampler(head: HeadState, spec: ModelSpec) -> None:
     new, where, scheduled = head.sampler, "head.sampler", head.scheduled
     _within(f"{where}.visible_from_chunk", new.visible_from_chunk, 0, scheduled.next_chunk)
     shape = walk.described(torch.empty(spec.chunk_shape, device=walk.META))
+    condition = spec.condition_channels, spec.latent_height, spec.latent_width
     for name, latents in (
         *((f"latents[{key}]", each) for key, each in new.latents.items()),
         *((f"kept[{key}]", each) for key, (each, _) in new.kept.items()),
         *((f"given_latents[{key}]", each) for key, each in new.given_latents.items()),
     ):
         _must(walk.described(latents) == shape, f"{where}.{name}", walk.described(latents), shape)
-    vectors = walk.described(torch.empty(spec.chunk_latents, len(spec.controls), device=walk.META))
+    planes = new.condition
+    fits = planes is None or (
+        planes.ndim == 4 and (len(planes), *planes.shape[2:]) == condition and planes.shape[1] > 0
+    )
+    _must(fits, f"{where}.condition", planes, "of this model")
+    vectors = walk.described(torch.empty(spec.steering_shape or (0, 0), device=walk.META))
     for key, each in new.controls.items():
         _must(walk.described(each) == vectors, f"{where}.controls[{key}]", walk.described(each), vectors)
     in_flight = {
@@ -151,7 +157,12 @@ def _check_sampler(head: HeadState, spec: ModelSpec) -> None:
     there = new.kept.keys() | new.given_latents.keys()
     _must(clean <= there, f"{where}.kept", sorted(there), f"of {sorted(clean)}, whose clean pass is to come")
     steered, known = set(new.controls), new.kept.keys() | {number for number, _ in in_flight}
-    _must(not steered or (bool(spec.controls) and steered <= known), f"{where}.controls", sorted(steered), "of chunks")
+    _must(
+        not steered or (spec.steering_shape is not None and steered <= known),
+        f"{where}.controls",
+        sorted(steered),
+        "of chunks",
+    )
     # A rerun waits for the chunks in flight, whose latents are kept by then.
     rerun, coming = scheduled.rerun, {number for number, _ in in_flight}
     possible = rerun == sorted(set(rerun)) and set(rerun) <= there | coming and (new.clean_pass or not rerun)

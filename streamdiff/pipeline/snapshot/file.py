@@ -115,12 +115,19 @@ class Snapshot(SnapshotHeader):
             return None
         return GivenVideo(self.tensors["video"], tuple(self.tensors["video_levels"].tolist()))
 
+    def _start_shape(self, spec: ModelSpec, found: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """Of `start`: latents of the first chunks, or a picture's condition, of any number of latent frames."""
+        if not spec.condition_channels:
+            return spec.first_chunks, *spec.chunk_shape
+        frames = found["start"].shape[1] if "start" in found and found["start"].ndim == 4 else 0
+        return spec.condition_channels, max(1, frames), spec.latent_height, spec.latent_width
+
     def check_loose(self, spec: ModelSpec) -> None:
         """Raises ConfigError where tensors of LOOSE are not such as this model has."""
         found = {name: each for name, each in self.outline.items() if name in LOOSE}
         count = {name: len(each) if each.ndim else 0 for name, each in found.items()}
         known = {
-            "start": torch.empty(spec.first_chunks, *spec.chunk_shape, device=META),
+            "start": torch.empty(self._start_shape(spec, found), device=META),
             "prompt_embeds": torch.empty(spec.text_shape, device=META),
             "video": torch.empty(count.get("video", 0), *spec.chunk_shape, device=META),
             "video_levels": torch.empty(count.get("video", 0), dtype=torch.float64, device=META),

@@ -5,7 +5,7 @@ All are done in the same way. A session is held; COPY_OUT and PUT_BACK travel ar
 every stage acts at the same place of the order: after what has entered before, before what enters later; no stage
 touches what is being sent. To save, a session comes to rest first, as its parts are joined to one file, and each stage
 copies a piece at a time (`StateMover`) while others play. It can be swapped out in mid-chunk, as the head's latents
-stay where they are; each rank keeps its own part. Decision 0045.
+stay where they are; each rank keeps its own part. Decision 0032.
 """
 
 from __future__ import annotations

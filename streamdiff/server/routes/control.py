@@ -20,18 +20,20 @@ from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.config import ServeConfig
-from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
+from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of, watcher_of
 from streamdiff.server.auth import Role
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Unavailable, respond
-from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
-from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
-from streamdiff.server.routes.schemas import Answer
+from streamdiff.server.routes.bodies import JSON, media_type, read_bytes, read_json
+from streamdiff.server.routes.dependencies import BINARY, State, Steered, Watched, answer, body_of, operation
+from streamdiff.server.routes.schemas import Answer, read
+from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, message_schema, parse
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage, Receipt, WheelMessage
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
+from streamdiff.server.sessions.wheel import Watcher
 from streamdiff.server.tasks import end_tasks, wait_at_most
 
 ANSWER_TIMEOUT_S = 5.0
@@ -102,14 +104,17 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
 
 @router.post(
     "/api/control", summary="Say one control message",
-    **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, message_schema()), answers=_LATER),
+    **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, messages.message_schema()), answers=_LATER),
 )  # fmt: skip
-async def control(request: Request, live: Controlled) -> Response:
+async def control(request: Request, state: State, live: Steered) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
-    message = parse(await read_bytes(request, MAX_BODY_BYTES))
+    message = messages.parse(await read_bytes(request, MAX_BODY_BYTES))
     if message.type == "get":
-        return JSONResponse(live.state(may_control=True))
+        return JSONResponse(live.state(state.may_control(request, live)))
+    if message.type == "wheel":
+        return JSONResponse(await at_wheel(request, state, live, message))
+    live.wheel.check(message, watcher_of(request, live))
     receipt = await carry_out(live, message)
     return JSONResponse(receipt.message(), status_of([receipt]))
 
@@ -123,6 +128,44 @@ async def frame(live: Watched) -> Response:
     if jpeg is None:
         raise Unavailable("opening", "No frame has been made yet.", 1)
     return Response(jpeg, media_type="image/jpeg")
+
+
+# ---- the wheel ----------------------------------------------------------------------------------------------------
+
+
+@router.get("/api/sessions/{session}/wheel", summary="Who has the wheel, who waits", **operation("watch", 404, 410))
+async def show_wheel(request: Request, state: State, live: Watched) -> dict[str, Any]:
+    """With the header Wheel-Token, the caller's place too, which is kept by asking where there is no connection."""
+    return _wheel_of(request, state, live, watcher_of(request, live))
+
+
+@router.post(
+    "/api/sessions/{session}/wheel", summary="Take the wheel or wait for it, give it up, or rule it",
+    **operation("watch", 403, 404, 409, 410, 429, 503, body=body_of(JSON, WheelMessage.model_json_schema())),
+)  # fmt: skip
+async def change_wheel(request: Request, state: State, live: Watched) -> dict[str, Any]:
+    state.limit(request)
+    return await at_wheel(request, state, live, read(WheelMessage, await read_json(request, MAX_BODY_BYTES)))
+
+
+async def at_wheel(request: Request, state: AppState, live: LiveSession, message: WheelMessage) -> dict[str, Any]:
+    """Carry out a message about the wheel; what is answered. Raises ControlError, see `Wheel.carry_out`."""
+    watcher = watcher_of(request, live) or live.wheel.new(state.may_control(request, live), "", address_of(request))
+    about = live.wheel.carry_out(message, watcher, state.owns(request, live))
+    if message.do == "remove":
+        await state.remove(live, about.peer)
+    return _wheel_of(request, state, live, watcher)
+
+
+def _wheel_of(request: Request, state: AppState, live: LiveSession, watcher: Watcher | None) -> dict[str, Any]:
+    """The wheel, the caller's place, and for the session's owner who is connected."""
+    told = live.wheel.state()
+    if watcher is not None:
+        told |= {"you": watcher.id, "place": live.wheel.place(watcher), "wheel_token": watcher.token}
+    return told | ({"watchers": live.wheel.watchers()} if state.owns(request, live) else {})
+
+
+# ---- requests -----------------------------------------------------------------------------------------------------
 
 
 def status_of(receipts: list[Receipt]) -> int:

@@ -22,7 +22,8 @@ _TOKEN = HTTPBearer(
         "them, one that names `steer` a control token. A server that was started without tokens asks for none, but to "
         "steer a session that was opened over this API; one with a control token alone lets everybody watch the "
         "default session. The WebSocket /api/sessions/{session}/control takes the token as this header too, or, since "
-        "pages can set none, as the subprotocol `streamdiff.token.TOKEN`, offered beside `streamdiff`."
+        "pages can set none, as the subprotocol `streamdiff.token.TOKEN`, offered beside `streamdiff`. Who has a "
+        "session's wheel shows that by the header `Wheel-Token`, and may steer it then with a token good for watching."
     ),
     auto_error=False,
 )
@@ -40,11 +41,17 @@ def _controllable_session(request: Request, session: SessionId = DEFAULT_SESSION
     return state_of(request).controllable_session(request)
 
 
+def _steerable_session(request: Request, session: SessionId = DEFAULT_SESSION) -> LiveSession:
+    return state_of(request).controllable_session(request, wheel=True)
+
+
 State = Annotated[AppState, Depends(state_of)]
 Watched = Annotated[LiveSession, Depends(_watchable_session)]
 """The session of a request that may watch it, see `AppState.session`."""
 Controlled = Annotated[LiveSession, Depends(_controllable_session)]
 """The session of a request that may change it, see `AppState.controllable_session`."""
+Steered = Annotated[LiveSession, Depends(_steerable_session)]
+"""The same, also for who has its wheel; whether somebody else has it is checked when the request is carried out."""
 
 Responses = dict[int | str, dict[str, Any]]
 Body = dict[str, Any]

@@ -20,14 +20,14 @@ from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import GetLog, Pictures, Save, SetTimeline
 from streamdiff.engine.timeline import parse_timeline, placed, timeline_schema
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
-from streamdiff.server.app_state import AppState, count_refusals, state_of
+from streamdiff.server.app_state import AppState, count_refusals, state_of, watcher_of
 from streamdiff.server.auth import Role
 from streamdiff.server.media.clip import KEPT_S, write_clip
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes import bodies, dependencies, schemas
 from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
 from streamdiff.server.routes.control import carry_out, status_of
-from streamdiff.server.routes.dependencies import Controlled, State, Watched, answer, operation, problems
+from streamdiff.server.routes.dependencies import Controlled, State, Steered, Watched, answer, operation, problems
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
@@ -86,8 +86,11 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
-        state.require(request, Role.CONTROLLER)
-        state.limit(request)
+        visits = state.config.serve.session_per_visitor and state.role(request) is not Role.CONTROLLER
+        state.require(request, Role.VIEWER if visits else Role.CONTROLLER)
+        state.limit(request, visits)
+        if visits and bodies.media_type(request) == FORM:
+            raise Problem(415, "Files take the control token; a visitor's session is opened by JSON.")
         async with _place_for_upload(request, state):
             session = await _open(request, state)
     assert session.tokens is not None
@@ -107,6 +110,7 @@ async def _open(request: Request, state: AppState) -> LiveSession:
     spec = _spec(wanted, picture, state.config, given)
     if (snapshot := sent.get(SNAPSHOT)) is not None:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
+    state.manager.words.check(spec.prompt, "prompt")
     try:
         return await state.manager.open(spec, snapshot)
     except RequestError as error:
@@ -122,7 +126,7 @@ async def show_session(request: Request, live: Watched) -> SessionInfo:
     "/{session}", summary="Change it while it plays",
     **operation("steer", 409, 503, 504, body=_CHANGE, answers=_LATER),
 )  # fmt: skip
-async def change_session(request: Request, response: Response, state: State, live: Controlled) -> Receipts:
+async def change_session(request: Request, response: Response, state: State, live: Steered) -> Receipts:
     change, picture, _ = await _read(request, schemas.SessionChange, state, {"image": 0})
     messages = schemas.messages_of(change, state.manager.ready, picture)
     return await _carry_out_all(request, live, messages, response)
@@ -140,7 +144,8 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
 @router.delete(
     "/{session}/input", status_code=204, summary="End its video input", **operation("steer")
 )  # fmt: skip
-async def end_input(live: Controlled) -> Response:
+async def end_input(request: Request, live: Steered) -> Response:
+    live.wheel.check_holder(watcher_of(request, live))
     if live.input is None:
         raise Problem(404, "No video feeds the session.", code="no_input")
     await live.input.end("delete")
@@ -148,17 +153,17 @@ async def end_input(live: Controlled) -> Response:
 
 
 @router.post("/{session}/pause", summary="Hold it", **operation("steer", 503, 504, answers=_LATER))
-async def pause_session(request: Request, response: Response, live: Controlled) -> Receipts:
+async def pause_session(request: Request, response: Response, live: Steered) -> Receipts:
     return await _carry_out_all(request, live, [messages.HoldMessage(type="pause")], response)
 
 
 @router.post("/{session}/resume", summary="Let it go on", **operation("steer", 503, 504, answers=_LATER))
-async def resume_session(request: Request, response: Response, live: Controlled) -> Receipts:
+async def resume_session(request: Request, response: Response, live: Steered) -> Receipts:
     return await _carry_out_all(request, live, [messages.HoldMessage(type="resume")], response)
 
 
 @router.post("/{session}/reset", summary="Restart the stream", **operation("steer", 503, 504, answers=_LATER))
-async def reset_session(request: Request, response: Response, live: Controlled) -> Receipts:
+async def reset_session(request: Request, response: Response, live: Steered) -> Receipts:
     return await _carry_out_all(request, live, [messages.ResetMessage(type="reset")], response)
 
 
@@ -220,7 +225,7 @@ def _info_of(request: Request, session: LiveSession) -> SessionInfo:
     """A session as the API shows it."""
     state, prefix = state_of(request), request.scope.get("root_path", "")
     now_s = clock.monotonic_s()
-    session.lifetime.watch(session.watched, now_s)
+    session.lifetime.watch(session.watched, not session.idle, now_s)
     ends_s = session.lifetime.ends_s
     facts = session.state(may_control=False)  # without the engine's reason
     return SessionInfo(
@@ -259,6 +264,8 @@ async def _carry_out_all(
 ) -> Receipts:
     """Carry out all, in order, or none where one would be refused; the response's status says whether some is still to
     come. Mutates: response."""
+    for message in messages:
+        session.wheel.check(message, watcher_of(request, session))
     session.check(messages)
     receipts = [await carry_out(session, message) for message in messages]
     if session.closed:
@@ -331,9 +338,10 @@ async def get_log(state: State, live: Controlled) -> Response:
     "/{session}/timeline", summary="Let changes come by themselves",
     **operation("steer", 409, 503, 504, body=dependencies.body_of(JSON, timeline_schema())),
 )  # fmt: skip
-async def set_timeline(request: Request, state: State, live: Controlled) -> schemas.TimelineInfo:
+async def set_timeline(request: Request, state: State, live: Steered) -> schemas.TimelineInfo:
     """Replaces the one before; an empty list ends it. Chunks and seconds count from the next chunk that is begun, and
     from 0 after a reset."""
+    live.wheel.check_holder(watcher_of(request, live))
     given = await bodies.read_json(request, MAX_BODY_BYTES)
     try:
         changes = placed(parse_timeline(given), state.manager.ready.chunk_frames / live.fps)
@@ -342,6 +350,8 @@ async def set_timeline(request: Request, state: State, live: Controlled) -> sche
     if (at := next((index for index, each in enumerate(changes) if each.steps is not None), None)) is not None:
         why = "A live session has its steps by its load: change them by PATCH, and leave `steps` out of the timeline."
         raise Problem(422, why, code="timeline", field=f"{at}.steps")
+    for index, each in enumerate(changes):
+        state.manager.words.check(each.prompt or "", f"{index}.prompt")
     await _taken(state, live, SetTimeline(live.id, changes), 422)
     return schemas.TimelineInfo(changes=len(changes))
 

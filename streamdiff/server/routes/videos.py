@@ -429,6 +429,7 @@ Found = Annotated[Job, Depends(_visible_job)]
 async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Video:
     ready = state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
+    state.manager.words.check(wanted.prompt or "", "prompt")
     made = resolve(wanted, ready, runner.LONGEST_JOB_S, state.config.model.name)
     picture = await bodies.given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     prompt = wanted.prompt is not None

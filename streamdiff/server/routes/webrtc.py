@@ -16,12 +16,12 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from streamdiff.config import IceServer
-from streamdiff.server.app_state import AppState, count_refusals
+from streamdiff.server.app_state import AppState, count_refusals, watcher_of
 from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.routes.bodies import media_type, read_bytes
-from streamdiff.server.routes.dependencies import Controlled, SessionId, State, answer, body_of, operation
+from streamdiff.server.routes.dependencies import SessionId, State, Steered, answer, body_of, operation
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.webrtc.sdp import MAX_SDP_BYTES
 
@@ -124,9 +124,10 @@ async def stop_watching(request: Request, state: State, session: SessionId, id: 
 
 
 async def feed(
-    request: Request, state: State, live: Controlled, strength: _Strength = None, on_end: _OnEnd = "text"
+    request: Request, state: State, live: Steered, strength: _Strength = None, on_end: _OnEnd = "text"
 ) -> Response:
     offer = await _read_sdp(request, *_OFFER)
+    live.wheel.check_holder(watcher_of(request, live))
     id, answer = await state.feeders.create(live, offer, address_of(request), strength, on_end == "end")
     return _answered(state, f"/whip/{quote(live.id, safe='')}/{id}", answer)
 
@@ -139,7 +140,7 @@ async def describe_feeding() -> Response:
     _SENDER, status_code=204, summary="Add candidates (trickle ICE)",
     **operation("steer", 404, 410, 503, body=body_of(TRICKLE_TYPE)),
 )  # fmt: skip
-async def add_sender_candidates(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
+async def add_sender_candidates(request: Request, state: State, live: Steered, id: _SenderId) -> Response:
     await state.feeders.trickle(live.id, id, await _read_sdp(request, *_FRAGMENT), address_of(request))
     return Response(status_code=204)
 
@@ -148,7 +149,7 @@ async def add_sender_candidates(request: Request, state: State, live: Controlled
     _SENDER, summary="Stop sending",
     **operation("steer", 404, 410, 503, answers=answer("It sends no more")),
 )  # fmt: skip
-async def stop_feeding(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
+async def stop_feeding(request: Request, state: State, live: Steered, id: _SenderId) -> Response:
     await state.feeders.delete(live.id, id, address_of(request))
     return Response()
 

@@ -45,7 +45,7 @@ class ControlConnection(ABC):
             asyncio.create_task(self._process_inbox(), name=f"control-{peer}"),
             asyncio.create_task(self._send_stats(), name=f"stats-{peer}"),
         ]
-        session.join(peer, self.send, may_control)
+        self._watcher = session.join(peer, self.send, may_control)
 
     @abstractmethod
     def send_text(self, text: str) -> None:
@@ -105,10 +105,16 @@ class ControlConnection(ABC):
         if isinstance(data, bytes):
             raise ControlError("binary", "Messages are JSON text in UTF-8, not binary.")
         control = parse(data)
-        if isinstance(control, ChangeMessage) and not self._may_control:
-            raise ControlError("forbidden", "You may watch, not steer: that takes the control token.", id=control.id)
+        wheel, watcher = self._session.wheel, self._watcher
+        if isinstance(control, ChangeMessage) and not (self._may_control or wheel.holds(watcher)):
+            why = "You may watch, not steer: that takes the control token or the wheel."
+            raise ControlError("forbidden", why, id=control.id)
+        wheel.check(control, watcher)
         if control.type == "get":
             self.send(self._session.state(self._may_control) | {"id": control.id})
+        elif control.type == "wheel":
+            wheel.carry_out(control, watcher)
+            self.send({"type": "wheel", "id": control.id, **wheel.state()})
         elif control.type == "ping":
             self.send({"type": "pong", "id": control.id})
         else:

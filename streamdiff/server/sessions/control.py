@@ -31,7 +31,7 @@ MESSAGES_PER_S, CONTROLS_PER_S = 50, 120
 """Of one connection; messages that hold controls count for themselves."""
 MAX_CONTROLS = 64
 
-MAX_ID_CHARACTERS = 64
+MAX_ID_CHARACTERS, MAX_NAME_CHARACTERS = 64, 24
 MAX_SAFE_INTEGER = 2**53 - 1
 """The largest that JavaScript represents exactly."""
 MAX_STEPS = 1000
@@ -58,6 +58,17 @@ Prompt = Annotated[
     ),
     AfterValidator(_clean_prompt),
 ]
+
+
+def _clean_name(value: str) -> str:
+    """A name without white space around it; nothing in it moves or hides the text beside it."""
+    kinds = [unicodedata.category(character) for character in value if character != "\u200d"]  # joins emojis
+    if not value.strip() or {"Cc", "Cf", "Co", "Zl", "Zp"}.intersection(kinds):
+        raise PydanticCustomError("name", "a name has letters, and no control characters")
+    return " ".join(value.split())
+
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS), AfterValidator(_clean_name)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS, description="denoise steps of a chunk, of those the model has")]
 Strength = Annotated[float, Field(gt=0, le=1, description="near 0: the video as it is; 1: the prompt alone")]
@@ -161,6 +172,16 @@ class HoldMessage(ChangeMessage):
     type: Literal["pause", "resume"]
 
 
+class WheelMessage(_Message):
+    """Have the wheel or wait for it, or give it up; the rest is for the session's owner, over HTTP: take it back, pass
+    it to a watcher, remove one, open it to those who may only watch, or close it to them."""
+
+    type: Literal["wheel"] = "wheel"
+    do: Literal["take", "give_up", "take_back", "pass", "remove", "open", "close"]
+    name: Name | None = Field(None, description="what others see; left out: as before, or a number")
+    watcher: Revision | None = Field(None, description="whom `pass` and `remove` are about")
+
+
 class AskMessage(_Message):
     """Tell the state, or just answer."""
 
@@ -176,6 +197,7 @@ ControlMessage = (
     | FpsMessage
     | AdaptiveMessage
     | HoldMessage
+    | WheelMessage
     | AskMessage
 )
 MESSAGES: dict[str, type[ControlMessage]] = {
@@ -194,7 +216,7 @@ class ControlError(Problem):
     def __init__(
         self, code: str, message: str, field: str = "", id: Id = None, headers: dict[str, str] | None = None
     ) -> None:
-        known = {"bad_json": 400, "bad_message": 400, "conflict": 409, "fed": 409}
+        known = {"bad_json": 400, "bad_message": 400, "conflict": 409, "fed": 409, "wheel": 409, "forbidden": 403}
         super().__init__(503 if headers else known.get(code, 422), message, headers, code=code, field=field, id=id)
         self.field, self.id = field, id
 

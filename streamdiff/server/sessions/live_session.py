@@ -42,6 +42,7 @@ from streamdiff.server.sessions.control import (
 )
 from streamdiff.server.sessions.steering import Steering
 from streamdiff.server.sessions.video_input import VideoInput
+from streamdiff.server.sessions.wheel import BlockedWords, Watcher, Wheel
 from streamdiff.snapshot_header import SavedStream
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class LiveSession:
         metrics: Metrics,
         no_time: Callable[[ViewerDemand], Unavailable | None],
         occupancy: Callable[[], Sequence[float]],
+        words: BlockedWords,
     ) -> None:
         """`send` hands a command to the engine; `no_time` says why the session cannot have what it asks for; None: it
         can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
@@ -102,7 +104,7 @@ class LiveSession:
         self.begins_with_image = spec.image is not None
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
-        self.paused = False
+        self.paused = self.closed = False  # closed, or about to be: nobody may join
         self.rev = self.resets = 0
         """Revision of the state, which goes up with every request; and how often its stream has begun again."""
         # Steps: in force, as requested (`demand`), and as the engine was sent last.
@@ -110,16 +112,13 @@ class LiveSession:
         self.limit, self._demand = UNLIMITED, ViewerDemand(self.steps, spec.fps, spec.adaptive)
         # The engine.
         self.engine = EngineStatus()
-        self.closed = False  # or about to be, nobody may join
         self.place = "none"
         """Where its caches lie: `device`, `host` (memory) or `disk`; `none` while the engine has not opened it."""
         self.epoch = -1
         """The latest one that the engine reported."""
         self._latest_shown_epoch = 0
-        self.asked_s = float("-inf")
-        """When the engine was asked last to open it."""
-        self.reserved_until_s = float("-inf")
-        """Until then it counts as playing, although it has no viewers."""
+        self.asked_s = self.reserved_until_s = float("-inf")
+        """When the engine was asked last to open it; until when it counts as playing, although it has no viewers."""
         self._sent_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out
         self._asked = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
@@ -128,8 +127,8 @@ class LiveSession:
         self.tokens: Tokens | None = None
         """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
-        self.peers: dict[str, tuple[Mailbox, bool]] = {}
-        """By name: how a peer is sent a message, and whether it may control the session."""
+        self.peers: dict[str, tuple[Mailbox, bool, Watcher]] = {}
+        """By name: how a peer is sent a message, whether it may control the session, and who it is at the wheel."""
         self._requests = RequestTracker()
         # Figures.
         self._made, self._shown, self._repeated, self._dropped = Rate(), Rate(), CounterDelta(), CounterDelta()
@@ -141,6 +140,7 @@ class LiveSession:
         """The video that feeds it."""
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
         """Noise that is mixed with that; and the controls that are held."""
+        self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
 
     @property
     def fps(self) -> float:
@@ -255,7 +255,7 @@ class LiveSession:
         """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for
         `serve.pause_after_s`. Does nothing before the engine has opened the session."""
         now_s, active = clock.monotonic_s(), not self.idle
-        self.lifetime.watch(self.watched, now_s)
+        self.lifetime.watch(self.watched, active, now_s)
         since_s = self.lifetime.idle_since_s
         wanted = active, not active and (since_s is None or now_s - since_s >= self._config.serve.pause_after_s)
         if self.opened and wanted != self._sent_active:
@@ -278,9 +278,8 @@ class LiveSession:
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
-        made_frames = self.playback.made_frames
         self.steering.forget()
-        self._deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
+        self._deliver(self._requests.engine_lost(carried, self.playback.made_frames, why, clock.monotonic_s()))
         self._send_state()
 
     def wait_for_memory(self, reason: str) -> None:
@@ -300,6 +299,7 @@ class LiveSession:
         for name in self._answers:
             self._settle(name, StreamEnded(self.id))
         self.steering.close()
+        self.wheel.close()
         if self.input is not None:
             await self.input.close()
         await self.playback.close()
@@ -431,13 +431,6 @@ class LiveSession:
             self._send_state()
             source.end_soon("encoder")
 
-    def _input_state(self, may_control: bool) -> dict[str, Any] | None:
-        """JSON-able; the reason of a fault is only for callers that `may_control`."""
-        if self.input is None:
-            return None
-        fault = self.input.used.fault if may_control or not self.input.used.fault else "failed"
-        return {"kind": self.input.kind, "strength": self.strength, "fault": fault}
-
     # ---- requests -----------------------------------------------------------------------------------------------
 
     async def control(self, message: ControlMessage, owner: str) -> str:
@@ -475,8 +468,8 @@ class LiveSession:
                 await self._send(messages.SetInput(self.id, strength, request))
             case _:
                 await self._carry_out_here(message)
-                shown_epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
-                self._deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
+                now_s = clock.monotonic_s()
+                self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
                 self._requests.forget(request)
         return request
 
@@ -575,20 +568,23 @@ class LiveSession:
 
     # ---- to those connected -------------------------------------------------------------------------------------
 
-    def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> None:
+    def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> Watcher:
         """Send messages to `peer` from now on, the first with the state. Mutates: self."""
-        self.peers[peer] = mailbox, may_control
-        role = "controller" if may_control else "viewer"
-        mailbox({"type": "hello", "protocol": 1, "viewer": peer, "role": role, "state": self.state(may_control)})
+        watcher = self.wheel.new(may_control, peer)
+        self.peers[peer] = mailbox, may_control, watcher
+        about = {"role": "controller" if may_control else "viewer", "watcher": watcher.id, "wheel_token": watcher.token}
+        mailbox({"type": "hello", "protocol": 1, "viewer": peer, **about, "state": self.state(may_control)})
+        return watcher
 
     def leave(self, peer: str) -> None:
         """Send `peer` no more messages. Mutates: self."""
-        self.peers.pop(peer, None)
+        if peer in self.peers:
+            self.wheel.gone(self.peers.pop(peer)[2])
         self.steering.leave(peer)
 
     def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
         """Send a message to all peers; `to_viewers`: instead of it, to those that may not control."""
-        for mailbox, may_control in list(self.peers.values()):
+        for mailbox, may_control, _ in list(self.peers.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
     def _send_state(self) -> None:
@@ -603,9 +599,10 @@ class LiveSession:
             kind, stage, lag_s = receipt.control.type, receipt.stage, receipt.lag_s
             if stage in ("accepted", "refused", "superseded"):
                 self._metrics.controls.labels(kind, stage).inc()
-            if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset", "control"):
+            waited = stage != "accepted" and receipt.begun_s < self.lifetime.plays_since_s  # for a viewer, or paused
+            if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset", "control") and not waited:
                 self._metrics.request_lag_s.labels(kind, stage).observe(lag_s)
-            self._lag_s = lag_s if stage == "shown" and kind != "control" else self._lag_s
+            self._lag_s = lag_s if stage == "shown" and kind != "control" and not waited else self._lag_s
             if stage in ("accepted", "refused"):
                 self._settle(receipt.owner, receipt)
             if receipt.owner in self.peers:
@@ -622,7 +619,7 @@ class LiveSession:
             **{name: getattr(self, name) for name in names},
             "image": self.begins_with_image,
             "features": list(self.features.names),
-            "input": self._input_state(may_control),
+            "input": None if self.input is None else {"strength": self.strength, **self.input.state(may_control)},
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             "adaptive": demand.adaptive,
@@ -633,6 +630,7 @@ class LiveSession:
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
             "controls": [asdict(each) for each in self._ready.controls],
+            "wheel": self.wheel.state(),
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,

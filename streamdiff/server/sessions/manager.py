@@ -30,6 +30,7 @@ from streamdiff.server.sessions.control import EngineStatus, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput, play
+from streamdiff.server.sessions.wheel import BlockedWords
 from streamdiff.server.tasks import end_tasks, wait_at_most
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
@@ -248,7 +249,7 @@ class Manager:
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.keeper = keeper
+        self.keeper, self.words = keeper, BlockedWords(config.serve)
         self._reopening: dict[str, Data | None] = {}
         """Sessions that a new engine was asked for and has not answered, and what `keeper.snapshot` gave of each."""
         start = config.session
@@ -409,7 +410,7 @@ class Manager:
     def _add(self, id: str, spec: StreamSpec) -> LiveSession:
         session = LiveSession(
             id, spec, self._config, self.ready, self._connection.send, self._metrics,
-            lambda demand: self._no_time(demand, excluding=id), lambda: self.load.occupancy,
+            lambda demand: self._no_time(demand, excluding=id), lambda: self.load.occupancy, self.words,
         )  # fmt: skip
         self._sessions[id] = session
         return session

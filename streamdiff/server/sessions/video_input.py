@@ -106,6 +106,10 @@ class VideoInput:
         """So many frames have come and will not be decoded. Mutates: self."""
         self.left_out += count
 
+    def state(self, may_control: bool) -> dict[str, Any]:
+        """JSON-able; the reason of a fault is only for callers that `may_control` the session."""
+        return {"kind": self.kind, "fault": self.used.fault if may_control or not self.used.fault else "failed"}
+
     def figures(self) -> dict[str, Any]:
         """JSON-able statistics."""
         return {

@@ -10,6 +10,7 @@ import { openShared, share } from "./share.js";
 import { drawStats, startMeasuring } from "./stats.js";
 import { startSteering } from "./steer.js";
 import { chip, drawSuggestions, startSuggestions } from "./suggestions.js";
+import { startWheel } from "./wheel.js";
 
 const video = $("video");
 const token = tokenOf(location.hash);
@@ -43,10 +44,10 @@ function drawStatus() {
 
 /** Who may only watch sees every control, disabled, and why. Of the others a few wait for the connection and the engine. */
 function drawControls() {
-  const why = view.steers ? "" : token
+  const why = view.steers ? "" : view.wheelSays ? view.wheelSays : token
     ? "The token in this page's address lets you watch. Steering takes the control token."
     : "You may watch. Steering takes the control token, at the end of this page's address: #token=…";
-  $("readonly").hidden = view.steers;
+  $("readonly").hidden = view.steers || Boolean(view.wheelSays); // in a line of its own
   document.body.classList.toggle("watching", !view.steers);
   setText($("readonly-text"), why);
   const obeyed = client.connected && view.engine === "running";
@@ -124,8 +125,8 @@ function drawState(state) {
   drawNotice(away ? `${away}: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawSuggestions(state.text, suggest);
-  steering.draw(state.controls);
-  drawStatus();
+  view.controls = state.controls;
+  wheel.draw(state.wheel);
 }
 
 function drawNotice(text) {
@@ -188,12 +189,13 @@ function onRefused(kind, field, reason) {
 }
 
 const handlers = {
-  hello: ({ state, role }) => {
-    view.steers = role === "controller";
+  hello: (hello) => {
+    wheel.hello(hello);
     describe().catch(() => {}); // the examples are a comfort; without them the page works
-    drawState(state);
+    drawState(hello.state);
   },
   state: drawState,
+  wheel: (told) => wheel.draw(told),
   receipt: onReceipt,
   stats: (stats) => drawStats(stats, view),
   error: (error) => {
@@ -493,6 +495,10 @@ const camera = startCamera({
   size: () => view.size,
 });
 const steering = startSteering(client, () => view.steers && client.connected, view);
+const wheel = startWheel(client, view, () => {
+  steering.draw(view.controls ?? []);
+  drawStatus();
+});
 startMeasuring(client, view);
 startFolding();
 startRecording({

@@ -23,14 +23,15 @@ export async function share(what, lacks = "") {
   }
 }
 
-/** Where the page's address is such a link, open its session and go there. Resolves with null then; else with why the
- *  session was refused, or "" where the address is no such link. */
+/** Where the page's address is such a link, or the server gives each visitor a session, open it and go there. Resolves
+ *  with null then; else with why the session was refused, or "" where none is to be opened. */
 export async function openShared(authorization) {
   const asked = new URLSearchParams(location.search);
-  if (!asked.get("prompt") || asked.has("session")) return "";
+  const own = "ownSession" in document.documentElement.dataset;
+  if ((!asked.get("prompt") && !own) || asked.has("session")) return "";
   const number = (name) => (asked.has(name) ? Number(asked.get(name)) : undefined);
   const body = JSON.stringify({
-    prompt: asked.get("prompt"),
+    prompt: asked.get("prompt") ?? undefined,
     seed: number("seed"),
     steps: number("steps"),
     fps: number("fps"),
@@ -50,4 +51,4 @@ export async function openShared(authorization) {
   return null;
 }
 
-const refused = (why) => `The shared stream could not be opened; this is the server's own stream. ${why}`;
+const refused = (why) => `A stream of your own could not be opened; this is the server's. ${why}`;

@@ -1,17 +1,22 @@
-// Steers the world that is shown, by the controls that its model has: keys, buttons on the picture, a gamepad.
+// Steers the world that is shown, by the controls that its model has: keys, buttons and, for fingers, sticks on the
+// picture, the mouse, a gamepad.
 
 import { $, setText } from "./dom.js";
 
 const AGAIN_MS = 300; // what is held is said again: the server lets go of it after a second without a word
 const DEAD_ZONE = 0.15; // of a gamepad's stick
 const GRADES = 20; // of a stick, each way
+const MOUSE_FULL = 12; // pixels per frame of the screen that turn an axis fully
+const MOUSE_REST_MS = 80; // without movement, until the mouse's axes are at rest
+const MOUSE = [["MouseX", "movementX", 1], ["MouseY", "movementY", 1], ["-MouseY", "movementY", -1]];
 const LABELS = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓" };
 
 /** Begin to listen. `steers` says whether this page may steer now. Returns what the page calls with the session's
  *  controls, and with each receipt of kind `control`. */
 export function startSteering(client, steers, view) {
   const pressed = new Set(); // keys, by code
-  const touched = new Map(); // buttons on the picture that are held: element -> { name, value }
+  const touched = new Map(); // by pointer: what it holds on the picture, by control
+  const moved = new Map(); // by control: what the mouse says
   const sent = new Map(); // by control: the value that the server has
   const asked = new Map(); // id of a message -> when it was sent
   let controls = [];
@@ -23,8 +28,10 @@ export function startSteering(client, steers, view) {
     const at = new Map();
     controls.forEach(({ name, kind, keys }, index) => {
       const down = keys.map((code) => Number(pressed.has(code)));
-      let value = kind === "axis" ? (down[1] ?? 0) - (down[0] ?? 0) : (down[0] ?? 0);
-      for (const touch of touched.values()) if (touch.name === name) value += touch.value;
+      // Of an axis every second key means 1, the one before it -1.
+      let value = down.reduce((sum, held, at) => sum + (kind === "axis" && at % 2 === 0 ? -held : held), 0);
+      for (const touch of touched.values()) value += touch[name] ?? 0;
+      value += moved.get(name) ?? 0;
       value += kind === "axis" ? (pad.axes[index] ?? 0) : Number(pad.buttons[index - axes().length] ?? 0);
       at.set(name, Math.max(-1, Math.min(1, value)));
     });
@@ -32,11 +39,11 @@ export function startSteering(client, steers, view) {
   }
 
   const axes = () => controls.filter(({ kind }) => kind === "axis");
+  const graded = (value) => (Math.abs(value) < DEAD_ZONE ? 0 : Math.max(-1, Math.min(1, Math.round(value * GRADES) / GRADES)));
 
   /** The first gamepad's sticks and buttons, in the order of the controls. */
   function gamepad() {
     const pad = navigator.getGamepads?.().find((each) => each?.connected);
-    const graded = (value) => (Math.abs(value) < DEAD_ZONE ? 0 : Math.round(value * GRADES) / GRADES);
     return { axes: (pad?.axes ?? []).map(graded), buttons: (pad?.buttons ?? []).map((button) => button.pressed) };
   }
 
@@ -64,32 +71,57 @@ export function startSteering(client, steers, view) {
   function release() {
     pressed.clear();
     touched.clear();
+    moved.clear();
+    if (document.pointerLockElement) document.exitPointerLock();
     send();
   }
 
   function draw() {
-    for (const button of $("pad-keys").children) {
+    for (const button of $("pad-keys").querySelectorAll(".key")) {
       const { name, value } = button.dataset;
       const held = sent.get(name) ?? 0;
       button.classList.toggle("held", held * Number(value) > 0);
     }
+    for (const stick of $("pad-keys").querySelectorAll(".stick")) {
+      const [x, y] = stick.dataset.names.split(" ").map((name) => sent.get(name) ?? 0);
+      stick.style.setProperty("--x", x);
+      stick.style.setProperty("--y", y ?? 0);
+    }
   }
 
-  /** A button on the picture for each direction of an axis, and for each button. */
+  /** A button on the picture for each direction of an axis, and for each button; for fingers, a stick for two axes. */
   function build() {
-    const made = controls.flatMap(({ name, kind, keys }) => (kind === "axis" ? [-1, 1] : [1]).map((value, index) => ({ name, value, key: keys[index] ?? "" })));
-    $("pad-keys").replaceChildren(
-      ...made.map(({ name, value, key }) => {
-        const button = document.createElement("button");
-        button.type = "button";
-        button.tabIndex = -1; // keys do the same
-        button.className = "key";
-        Object.assign(button.dataset, { name, value, key });
-        button.textContent = LABELS[key] ?? (key.replace(/^Key|^Digit/, "") || name);
-        button.title = button.ariaLabel = `${name.replace("_", " ")}${value < 0 ? " back" : ""}`;
-        return button;
-      }),
-    );
+    const fingers = matchMedia("(pointer: coarse)").matches;
+    const names = fingers ? axes().map(({ name }) => name) : [];
+    const sticks = names.flatMap((_, at) => (at % 2 ? [] : [names.slice(at, at + 2)])).map((pair) => {
+      const stick = document.createElement("div");
+      stick.className = "stick";
+      stick.dataset.names = pair.join(" ");
+      stick.ariaLabel = stick.title = pair.join(", ").replaceAll("_", " ");
+      stick.role = "img";
+      return stick;
+    });
+    const shown = fingers ? controls.filter(({ kind }) => kind === "button") : controls;
+    const made = shown.flatMap(({ name, kind, keys }) => (kind === "axis" ? [-1, 1] : [1]).map((value, index) => ({ name, value, key: keys[index] ?? "" })));
+    const buttons = made.map(({ name, value, key }) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.tabIndex = -1; // keys do the same
+      button.className = "key";
+      Object.assign(button.dataset, { name, value, key });
+      button.textContent = (!fingers && (LABELS[key] ?? key.replace(/^Key|^Digit/, ""))) || name;
+      button.title = button.ariaLabel = `${name.replace("_", " ")}${value < 0 ? " back" : ""}`;
+      return button;
+    });
+    $("pad-keys").replaceChildren(...sticks, ...buttons);
+  }
+
+  /** What a pointer at `event` holds on `target`, a button or a stick. */
+  function held(target, event) {
+    if (target.matches(".key")) return { [target.dataset.name]: Number(target.dataset.value) };
+    const box = target.getBoundingClientRect();
+    const at = [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
+    return Object.fromEntries(target.dataset.names.split(" ").map((name, axis) => [name, graded(3 * at[axis] - 1.5)]));
   }
 
   function onKey(event, down) {
@@ -114,16 +146,36 @@ export function startSteering(client, steers, view) {
   document.addEventListener("visibilitychange", () => document.hidden && release());
   document.addEventListener("focusin", (event) => event.target.matches("input, textarea, select") && release());
   $("pad-keys").addEventListener("pointerdown", (event) => {
-    const button = event.target.closest(".key");
-    if (!button) return;
+    const target = event.target.closest(".key, .stick");
+    if (!target) return;
     event.preventDefault(); // the focus stays where it is
-    button.setPointerCapture(event.pointerId);
-    touched.set(event.pointerId, { name: button.dataset.name, value: Number(button.dataset.value) });
+    target.setPointerCapture(event.pointerId);
+    touched.set(event.pointerId, held(target, event));
+    send();
+  });
+  $("pad-keys").addEventListener("pointermove", (event) => {
+    if (!touched.has(event.pointerId) || !event.target.matches(".stick")) return;
+    touched.set(event.pointerId, held(event.target, event));
     send();
   });
   for (const kind of ["pointerup", "pointercancel", "lostpointercapture"]) {
     $("pad-keys").addEventListener(kind, (event) => touched.delete(event.pointerId) && send());
   }
+
+  /** Axes that the mouse turns, by the direction of its movement. */
+  const turned = () => controls.flatMap(({ name, keys }) => MOUSE.filter(([key]) => keys.includes(key)).map(([, along, way]) => [name, along, way]));
+  let resting = 0;
+  $("video").addEventListener("click", () => turned().length && steers() && $("video").requestPointerLock());
+  addEventListener("mousemove", (event) => {
+    if (document.pointerLockElement !== $("video")) return;
+    for (const [name, along, way] of turned()) moved.set(name, graded((way * event[along]) / MOUSE_FULL));
+    send();
+    clearTimeout(resting);
+    resting = setTimeout(() => {
+      moved.clear();
+      send();
+    }, MOUSE_REST_MS);
+  });
   let polling = false;
   function poll() {
     send();
@@ -141,6 +193,7 @@ export function startSteering(client, steers, view) {
   return {
     draw(known) {
       $("pad").hidden = !known.length || !steers();
+      if (!steers()) for (const each of [pressed, touched, sent]) each.clear(); // somebody else has the wheel
       if (JSON.stringify(known) === JSON.stringify(controls)) return;
       controls = known;
       build();

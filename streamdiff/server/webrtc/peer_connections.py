@@ -132,6 +132,11 @@ class Peers(ABC, Generic[PeerT]):
             candidate.sdpMid = peer.offer.mid_for(candidate.sdpMid)
             await peer.pc.addIceCandidate(candidate)
 
+    def end_soon(self, id: str, end: str) -> None:
+        """End a peer for a reason, if there is one of that id."""
+        if (peer := self._peers.get(id)) is not None:
+            self._end_soon(peer, end)
+
     async def end_session(self, session: LiveSession) -> None:
         """Close all connections of a session that ends."""
         theirs = [peer for peer in self._peers.values() if peer.session is session]

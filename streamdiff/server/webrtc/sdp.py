@@ -88,6 +88,9 @@ class Offer:
         answered = iter(sections)
         parts = [next(answered) if section is None else section for section in self.turned_down]
         text = "".join([re.sub(r"a=group:BUNDLE.*\r\n", bundle, session), *parts])
+        # Of several libdatachannel (OBS) takes the last; but where its peer's packets come before the answer, as on one
+        # machine, it has prepared for SHA-256 and hangs up.
+        text = re.sub(r"a=fingerprint:(?!sha-256 ).*\r\n", "", text)
         return re.sub(r"a=fmtp:([0-9]+) (.*)\r\n", self._as_offered, text)
 
     def mid_for(self, mid: str | None) -> str:

@@ -111,6 +111,5 @@ def test_the_published_one_is_counted_at_its_own_size() -> None:
     entry = catalogue.find("self-forcing")
     assert 4 * entry_sizes(entry).decoder.remembered == pytest.approx(3.777e9, rel=1e-3)
     first, *others = stage_memory(entry, 4)
-    assert first.decoding == 2 * entry_sizes(entry).decoder.remembered
-    assert first.total == first.weights + first.caches + first.activations + first.decoding
-    assert not any(stage.decoding for stage in others)
+    assert first.decoder_state == 2 * entry_sizes(entry).decoder.remembered
+    assert not any(stage.decoder_state or stage.decoder_call for stage in others)

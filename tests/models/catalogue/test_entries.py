@@ -34,6 +34,12 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ..
     "streamdiffusionv2-14b": ((700, 500, 400, 200), (0.700232, 0.499719, 0.400260, 0.198347), None),
     # Told 0 at its end, at the lowest point of the grid: 5 * 0.001 / 1.004.
     "krea-realtime-14b": ((1000, 937, 833, 625, 0), (1, 0.936874, 0.832777, 0.625, 0.004980), None),
+    "lingbot-world-fast": ((999, 978, 947, 825), (0.9999, 0.978971, 0.947909, 0.825853), None),
+    "lingbot-world-v2-1.3b": ((999, 967, 908, 768), (0.9999, 0.967949, 0.908925, 0.768994), None),
+    "lingbot-world-v2-14b": ((999, 967, 908, 768), (0.9999, 0.967949, 0.908925, 0.768994), None),
+    "matrix-game-2": ((1000, 908.8428, 713.9794), (1, 0.908843, 0.713979), None),
+    "matrix-game-2-gta": ((1000, 908.8428, 713.9794), (1, 0.908843, 0.713979), None),
+    "matrix-game-2-templerun": (WARPED, (1, 0.9375, 0.833333, 0.625), None),
     "causal-rcm-framewise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
     "causal-rcm-chunkwise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
     "causal-rcm-framewise-2step": ((1000, 832), (SCALE, 0.833333), RCM),

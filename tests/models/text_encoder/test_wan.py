@@ -129,9 +129,12 @@ def test_a_prompt_is_read_as_it_is_and_a_long_one_gets_a_notice(text: WanText, f
     assert text.encode(cut.text).shape == (LENGTH, umt5.WIDTH), "reading with another length changed no setting"
 
 
-def test_embeddings_that_are_not_finite_are_refused(changed: Callable[[Callable[[Names], object]], Path]) -> None:
-    text = WanText(changed(lambda t: t["encoder.final_layer_norm.weight"].fill_(torch.nan)), length=LENGTH)
-    with pytest.raises(ValueError, match=r"values that are not finite in torch\.float32"):
+@pytest.mark.parametrize(("value", "words"), [(3e38, "not finite in torch.float32"), (torch.nan, "1 tensors hold NaN")])
+def test_values_that_are_not_finite_are_refused(
+    value: float, words: str, changed: Callable[[Callable[[Names], object]], Path]
+) -> None:
+    text = WanText(changed(lambda t: t["encoder.final_layer_norm.weight"].fill_(value)), length=LENGTH)
+    with pytest.raises(ConfigError, match=words):
         text.encode(FOX)
 
 

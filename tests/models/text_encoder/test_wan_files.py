@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
@@ -15,6 +17,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models import text_encoder as wan_text
+from streamdiff.models.checkpoint import open_checkpoint
 from streamdiff.models.text_encoder import WanText
 from tests.models.text_encoder import umt5
 
@@ -103,3 +106,25 @@ def test_without_a_tokenizer_it_says_where_one_is_expected(folders: tuple[Path, 
 )
 def test_prompts_are_cleaned_as_diffusers_cleans_them(prompt: str) -> None:
     assert wan_text._clean(prompt) == prompt_clean(prompt)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_file_in_hugging_faces_names(folders: tuple[Path, Path], tmp_path: Path, scaled: bool) -> None:
+    """As ComfyUI has it: a tokenizer inside, which is not read, and 8 bits with a scale for each matrix."""
+    ours, theirs = folders
+    shutil.copytree(theirs / "google", tmp_path / "google")
+    checkpoint = open_checkpoint(ours / "text_encoder", names=("model",))
+    stored, marks = {name: checkpoint.read(name).clone() for name in checkpoint.names}, {}
+    meant = dict(stored)
+    for name in [name for name in stored if scaled and "SelfAttention.q" in name]:
+        scale = stored[name].abs().max() / 448
+        stored[name] = (stored[name] / scale).to(torch.float8_e4m3fn)
+        meant[name] = stored[name].float() * scale
+        marks[name.replace("weight", "scale_weight")] = scale
+    marks |= {"scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)} if scaled else {}
+    found = []
+    for name, state in (("umt5.safetensors", stored | marks), ("plain.safetensors", meant)):
+        save_file({**state, "spiece_model": torch.zeros(9, dtype=torch.uint8)}, tmp_path / name)
+        found.append(WanText(tmp_path / name, length=LENGTH, width=umt5.WIDTH).encode(PROMPT))
+    assert torch.equal(*found)
+    assert torch.equal(found[0], WanText(ours, length=LENGTH).encode(PROMPT)) is not scaled

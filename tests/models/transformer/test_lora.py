@@ -160,7 +160,8 @@ MISFITS: dict[str, tuple[State, str]] = {
         "1 names that match nothing in the model (blocks.9.self_attn.q.lora_A",
     ),
     "no such module": (peft(factors()) | pair("blocks.0.self_attn.qq"), "(blocks.0.self_attn.qq.lora_A"),
-    "no factor": (pair(OWN) | {"blocks.0.norm3.diff_b": torch.ones(24)}, "(blocks.0.norm3.diff_b)"),
+    "no factor": (pair(OWN) | {"blocks.0.norm3.other": torch.ones(24)}, "(blocks.0.norm3.other)"),
+    "an addend": ({"blocks.0.norm3.diff_b": torch.ones(23)}, "is [24], but blocks.0.norm3.diff_b [23] is to be added"),
     "half a pair": ({k: t for k, t in pair(OWN).items() if "lora_A" in k}, f"({OWN}.lora_A.weight)"),
     "rows": (pair(OWN, rows=25), "blocks.1.attn1.to_q.weight is 24 x 24, but [25, 3] x [3, 24] is to be added"),
     "columns": (pair(OWN, columns=23), "but [24, 3] x [3, 23] is to be added"),
@@ -172,7 +173,10 @@ MISFITS: dict[str, tuple[State, str]] = {
     "not finite": ({k: t / 0 for k, t in pair(OWN).items()}, "the change of blocks.1.attn1.to_q.weight is not finite"),
     "an alpha of many numbers": (pair(OWN) | {f"{OWN}.alpha": torch.ones(2)}, f"{OWN}.alpha is not a single number"),
     "a model": (original(small_state()), "not a LoRA of a Wan transformer"),
-    "another program's": (pair("lora_unet_blocks_0_self_attn_q"), "not a LoRA of a Wan transformer"),
+    "a text encoder's": (pair("lora_te_blocks_0_self_attn_q"), "not a LoRA of a Wan transformer"),
+    "DoRA": (pair(OWN) | {"lora_unet_blocks_1_self_attn_q.dora_scale": torch.ones(24)}, "DoRA (lora_unet_blocks_1_"),
+    "LoKr": ({f"{OWN}.lokr_w1": torch.ones(2, 2), f"{OWN}.lokr_w2": torch.ones(12, 12)}, "LoKr (blocks.1."),
+    "LoHa": ({f"{OWN}.hada_w1_a": torch.ones(2, 2)}, "LoHa (blocks.1."),
 }
 
 
@@ -186,6 +190,51 @@ def test_what_does_not_fit_is_named(kind: str, tmp_path: Path, base: Path) -> No
     if kind == "no such block":  # whichever blocks a stage has
         with pytest.raises(ConfigError):
             load(base, loras=[Lora(path)], blocks=(1, 2))
+
+
+ADDED = {"attn2.to_out.0.bias": "cross_attn.o.diff_b", "norm2.weight": "norm3.diff", "scale_shift_table": "diff_m"}
+
+
+def kohya(dots: int) -> tuple[State, Factors]:
+    """Names of kohya's programs with alpha, for some modules only; with `dots` not all of them are underscores."""
+    changes = {name: each for name, each in factors().items() if "attn1" in name or "ffn.net.2" in name}
+    result: State = {}
+    for name, (down, up) in changes.items():
+        parts = original_name(name).removesuffix(".weight").split(".")
+        joined = ".".join(["_".join(parts[: len(parts) - dots]), *parts[len(parts) - dots :]])
+        module, alpha = f"lora_unet_{'_' * (dots == 1)}{joined}", torch.tensor(6.0)
+        result |= {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up, f"{module}.alpha": alpha}
+    return result, changes
+
+
+@pytest.mark.parametrize("dots", [0, 1, 2, 3])
+def test_kohyas_names_with_alpha_and_addends(dots: int, base: Path, tmp_path: Path) -> None:
+    state, changes = kohya(dots)
+    expected, plain = merged(changes, 0.5 * 6.0 / RANK), small_state(layers=3)
+    for own, theirs in ADDED.items():
+        addend = torch.randn(plain[f"blocks.2.{own}"].shape, generator=torch.Generator().manual_seed(len(own)))
+        state[f"{'lora_unet_blocks_2' if dots else 'diffusion_model.blocks.2'}.{theirs}"] = addend
+        expected[f"blocks.2.{own}"] = plain[f"blocks.2.{own}"] + 0.5 * addend
+    assert_weights(base, [Lora(save(tmp_path / "a.safetensors", state), 0.5)], expected)
+
+
+def test_the_bias_of_a_second_factor_is_as_strong_as_its_pair(base: Path, tmp_path: Path) -> None:
+    name, bias = "blocks.1.attn1.to_q", torch.linspace(-1, 1, 24)
+    state = pair(OWN) | {f"{OWN}.lora_B.bias": bias, f"{OWN}.alpha": torch.tensor(1.5)}
+    ones = {f"{name}.weight": (torch.ones(RANK, 24), torch.ones(24, RANK))}
+    expected = merged(ones, 1.5 / RANK) | {f"{name}.bias": small_state(layers=3)[f"{name}.bias"] + bias * 1.5 / RANK}
+    assert_weights(base, [Lora(save(tmp_path / "a.safetensors", state))], expected)
+
+
+def test_pefts_configuration_counts_beside_a_renamed_file(base: Path, tmp_path: Path) -> None:
+    path = save(tmp_path / "my_style.safetensors", peft(factors()))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": 1.5, "peft_type": "LORA"}))
+    assert_weights(base, [Lora(path)], merged(factors(), 0.5))
+    other = save(tmp_path / "another.safetensors", peft(factors()))
+    with pytest.raises(ConfigError):
+        load(base, loras=[Lora(path)])  # whose it is cannot be told
+    other.rename(tmp_path / "adapter_model.safetensors")
+    assert_weights(base, [Lora(path)], merged(factors(), 1.0))
 
 
 @pytest.mark.parametrize("settings", [{"alpha_pattern": {"q": 3}}, {"use_dora": True}, {"lora_alpha": "3"}])

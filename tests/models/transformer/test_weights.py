@@ -139,7 +139,7 @@ def test_weights_stored_as_they_are_needed_are_not_copied(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stage_of_a_model_of_published_size_holds_its_own_part_only(tmp_path: Path) -> None:
-    """The 1.3B architecture as it is published, in a file that is a hole: 825 tensors of zeros, 2.8 GB."""
+    """The 1.3B architecture as it is published, in a file that is nearly a hole: 825 tensors of zeros, 2.8 GB."""
     path = tmp_path / "model.safetensors"
     write_zeros(path, {original_name(name): [*each.shape] for name, each in published("1.3B").items()})
     before = psutil.Process().memory_info().rss

@@ -115,6 +115,28 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
     assert not state.key[:, 0].any(), "layer 0 was never written"
 
 
+def test_absolute_positions_do_not_lead_further_apart_than_a_model_knows() -> None:
+    """Up to 6 latent frames to the letter; from there on the sink, of 3 that are no whole chunks, follows."""
+    plan = CacheGeometry(3, 5, absolute=True, chunk=2, positions=6)
+    state, attention = allocate(plan), RollingAttention(2, 1, 2, 12, CPU)
+    generator = torch.Generator().manual_seed(5)
+    keys, values = torch.zeros(0, 2, 12), torch.zeros(0, 2, 12)
+    for chunk in range(9):
+        query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
+        keys, values, end = torch.cat([keys, key]), torch.cat([values, value]), 2 * chunk + 2
+        for _ in range(2):  # a second step finds the sink in its place
+            view = attention.row_metadata(plan, state, 0, chunk)
+            got = attention.on([view])(1, query[None], key[None], value[None])
+        seen = list(range(end)) if end <= 5 else [0, 1, 2, end - 2, end - 1]
+        places = [frame + max(0, end - 6) if frame < 3 else frame for frame in seen]
+        tokens = [token for frame in seen for token in (2 * frame, 2 * frame + 1)]
+        asking, turned = (rope.table(torch.tensor(at), 1, 2, 12) for at in ([end - 2, end - 1], places))
+        expected = attend(
+            rope.rotate(query, asking)[None], rope.rotate(keys[tokens], turned)[None], values[tokens][None]
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("spare", [0, 2])
 def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int) -> None:
     """A sink of one chunk: what chunks see of it is the running average of all that left before them."""

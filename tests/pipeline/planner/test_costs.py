@@ -41,7 +41,7 @@ def test_sizes_are_those_of_the_loaded_model(sizes: ModelSizes, model: Model) ->
     assert sizes.blocks == len(denoiser.blocks)
     assert sizes.text_tokens == model.text.encode(model.text.examples[0]).shape[0]
     state = denoiser.embed(torch.zeros(1, *spec.chunk_shape), torch.zeros(1, spec.chunk_latents))
-    assert sizes.hidden_values == sum(tensor.numel() for tensor in state)
+    assert sizes.hidden_values == sum(tensor.numel() for tensor in state[:2])
     assert sizes.tokens == state.hidden.shape[1]
     assert sizes.flow_values == denoiser.output_layer(state, spec.chunk_shape[1:]).numel()
 
@@ -90,10 +90,10 @@ def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> N
         assert sum(row.weights for row in rows) == 2 * stored
         caches = 2 * 2 * sizes.cache_values(sizes.blocks, steps=4, kv_context="same_step")
         assert sum(row.caches for row in rows) == caches
-        assert [row.decoding for row in rows if row.decoding] == [2 * 2 * sizes.decoder.remembered]
-        assert rows[home].decoding
+        assert [row.decoder_state for row in rows if row.decoder_state] == [2 * 2 * sizes.decoder.remembered]
+        assert rows[home].decoder_state
     one_row = Demand(sizes, Storage(2), runs, "head", Workload(4, 1, 4, "same_step", 1)).memory()
-    assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
+    assert [row.forward * 3 for row in one_row] == [row.forward for row in rows[:4]]
 
 
 PROFILE = {

@@ -76,7 +76,7 @@ def test_everything_that_lies_in_host_memory_counts(monkeypatch: pytest.MonkeyPa
 def test_the_runtime_asks_before_it_opens() -> None:
     values = SIZES.cache_values(SIZES.blocks, steps=4, kv_context="clean") + SIZES.decoder.remembered
     plan = plan_load(ModelConfig(), CPU)
-    taken = plan.demand.without_sessions(0)
+    taken = plan.demand.totals[0] - plan.demand.memory()[0].sessions
     runtime = build_pipeline(ModelConfig(device_memory_gb=1e-9 * (taken + 4 * values * 1.01)))
     text = runtime.text.encode(runtime.text.examples[0])
     epochs = count(1)
@@ -112,7 +112,7 @@ def test_on_a_gpu_computing_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 10**9, 24 * 10**9))
     assert free_bytes(ModelConfig(), torch.device("cuda", 0), 1, 9 * 10**9) == 11 * 10**9
     loader = plan_load(ModelConfig(name="random:wan2.1-1.3b", vae="random:wan2.1"), torch.device("cuda", 0))
-    assert loader.session_bytes() == 20 * 10**9 - loader.demand.memory()[0].work - loader.demand.libraries
+    assert loader.session_bytes() == 20 * 10**9 - loader.demand.memory()[0].work
 
 
 def test_a_session_that_is_swapped_out_leaves_its_memory_and_takes_host_memory() -> None:

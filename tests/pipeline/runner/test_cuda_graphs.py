@@ -30,6 +30,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, end, local_ring, play
+from tests.pipeline.test_camera import MODEL as WORLD
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
@@ -97,6 +98,18 @@ def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bo
         and max(float((a - b).abs().max()) for a, b in zip(got[name], latents, strict=True)) <= TOLERANCE
         for name, latents in expected.items()
     )
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_cameras_do_is_copied_to_where_graphs_look_for_it(stages: int) -> None:
+    """Two worlds steered apart, alone and in one forward; another chunk's cameras are other ones."""
+    keys = {1: [{"forward": 1.0}], 6: [{"look_up": -1.0}]}
+    orders = {0: Order(RED, 5, 4, "clean", 99, keys=keys), 1: Order(WHITE, 6, 4, "clean", keys={4: [{"right": 1.0}]})}
+    ring = compiled(WORLD, stages, max_rows=2)
+    assert alike(play(ring, WORLD, orders, 8), play(local_ring(WORLD, CPU), WORLD, orders, 8))
+    for stage in stages_of(ring):
+        assert stage.compiled is not None and stage.compiled.captured_sessions == 2
+        assert all(len(session.steered) < 2 for session in stage.sessions.values()), "only of the chunk in flight"
 
 
 class Noted(TorchDispatchMode):

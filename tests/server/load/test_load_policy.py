@@ -3,6 +3,7 @@ ends by itself."""
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 from types import SimpleNamespace
@@ -209,9 +210,11 @@ def test_room_is_how_many_are_not_refused(work_s: float, limit: float, opened: i
 def test_a_session_that_nobody_watches_ends() -> None:
     life = Lifetime(100.0, idle_limit_s=10.0)
     assert life.ends_s == 110.0, "nobody has come yet"
-    life.watch(True, 105.0)
+    life.watch(True, True, 105.0)
     assert life.ends_s is None
-    life.watch(False, 120.0)
-    life.watch(False, 125.0)
+    life.watch(False, True, 120.0)
+    assert life.plays_since_s == 105.0, "it plays for a while longer"
+    life.watch(False, False, 125.0)
+    assert life.plays_since_s == math.inf
     assert life.ends_s == 130.0, "since the last one left, not since it was looked at"
     assert Lifetime(0.0).ends_s is None

@@ -194,6 +194,13 @@ def test_an_offer_without_a_bundle_is_answered_without(offer: str) -> None:
     assert "BUNDLE" not in checked.complete("v=0\r\na=group:BUNDLE 0 1\r\nm=video 9 X 97\r\nm=application 9 X x\r\n")
 
 
+def test_an_answer_has_one_fingerprint(offer: str) -> None:
+    """libdatachannel takes the last of several, for which it has not always prepared."""
+    printed = "".join(f"a=fingerprint:sha-{bits} AB:CD\r\n" for bits in (256, 384, 512))
+    answer = check_offer(offer).complete(f"v=0\r\nm=video 9 X 97\r\n{printed}m=application 9 X x\r\n{printed}")
+    assert re.findall("a=fingerprint:.*", answer) == ["a=fingerprint:sha-256 AB:CD\r"] * 2
+
+
 def test_a_bundle_that_names_a_section_twice_has_it_once(offer: str) -> None:
     checked = check_offer(offer.replace("a=group:BUNDLE 0 1", "a=group:BUNDLE 0 0 1"))
     assert checked.bundle == ("0", "1") and "a=group:BUNDLE 0 1\r\n" in checked.sdp

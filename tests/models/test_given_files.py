@@ -1,0 +1,328 @@
+"""Files that people have, given by hand: none gives a picture of another model without a word, each that cannot be used
+is named for what it is, and 8-bit weights with scales are the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from streamdiff.cli import main
+from streamdiff.config import ModelConfig
+from streamdiff.config_file import load as load_config
+from streamdiff.errors import ConfigError
+from streamdiff.models import resolve, weight_files
+from streamdiff.models.autoencoder.autoencoder import load_autoencoder
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
+from streamdiff.models.checkpoint import open_checkpoint, read_tensors
+from streamdiff.models.loader import PARTS, ModelLoader
+from streamdiff.models.resolve import resolve_model
+from streamdiff.models.spec import Lora
+from streamdiff.models.text_encoder import find_text_files
+from tests.hub_cache import lay
+from tests.models.layouts import State, assert_same, load, original, prefixed, save, small_state, write_shards
+from tests.models.text_encoder import umt5
+from tests.small import CPU
+from tests.small_vae import original_layout, small_wan_autoencoder
+
+SIZES = {"num_attention_heads": 1, "attention_head_dim": 128, "in_channels": 16, "out_channels": 16}
+SIZES |= {"text_dim": umt5.WIDTH, "freq_dim": 32, "ffn_dim": 64, "num_layers": 2}
+
+
+def small(**sizes: int) -> State:
+    """A narrow transformer in original names."""
+    torch.manual_seed(4)
+    return original(WanTransformer3DModel(**SIZES | sizes, cross_attn_norm=True).state_dict())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("plain") / "plain.safetensors", small())
+
+
+def refused(path: Path, *words: str, name: str = "self-forcing") -> str:
+    """What is said of `--weights path`, before anything is loaded, and the same by doctor."""
+    with pytest.raises(ConfigError) as caught:
+        ModelLoader(ModelConfig(name=name, weights=str(path)), CPU).check_files("weights")
+    assert all(word in str(caught.value) for word in words), caught.value
+    return str(caught.value)
+
+
+# ---- another model's ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name", "words"),
+    [
+        ({"num_layers": 40}, "self-forcing", ("40 blocks", "self-forcing is", "30 blocks")),
+        ({"in_channels": 48, "out_channels": 48}, "self-forcing", ("48 channels", "16 channels")),
+        ({"in_channels": 36}, "reward-forcing-1.3b", ("36 channels in, 16 out",)),
+        ({"num_attention_heads": 12, "num_layers": 1}, "self-forcing", ("1 blocks, 1536 wide",)),
+        ({"num_attention_heads": 12, "num_layers": 1}, "krea-realtime-14b", ("1536 wide", "5120 wide")),
+    ],
+)
+def test_sizes_are_those_of_the_name(sizes: dict[str, int], name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(save(tmp_path / "mine.safetensors", small(**sizes)), *words, name=name)
+
+
+def test_two_experts_are_refused_however_they_are_given(plain: Path, tmp_path: Path) -> None:
+    indexed, foldered = tmp_path / "indexed", tmp_path / "foldered"
+    for folder in (indexed, foldered):
+        (folder / "transformer").mkdir(parents=True)
+        shutil.copy(plain, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    (indexed / "model_index.json").write_text('{"transformer_2": ["diffusers", "X"], "boundary_ratio": 0.875}')
+    (foldered / "transformer_2").mkdir()
+    high = shutil.copy(plain, tmp_path / "wan2.2_t2v_HIGH_noise_14B.safetensors")
+    for path in (indexed, foldered, indexed / "transformer", foldered / "transformer", Path(high)):
+        with pytest.raises(ConfigError, match="two experts"):
+            resolve_model(ModelConfig(name="self-forcing", weights=str(path)))
+    for name in (str(indexed), str(foldered), str(high)):
+        with pytest.raises(ConfigError, match="two experts"):
+            resolve_model(ModelConfig(name=name))
+    (indexed / "model_index.json").write_text('{"transformer_2": [null, null], "boundary_ratio": null}')
+    weight_files.check_one_expert(indexed)  # as Wan2.2-TI2V-5B says
+
+
+def test_an_autoencoder_is_for_the_models_latents(plain: Path, tmp_path: Path) -> None:
+    wide = tmp_path / "vae.safetensors"
+    save_file(TAEHV(TaehvConfig(latent_channels=16, patch_size=2)).state_dict(), wide)
+    loader = ModelLoader(
+        ModelConfig(name="self-forcing", weights=str(plain), vae=str(wide), latent_space="normalised"), CPU
+    )
+    loader.check_files("weights")
+    with pytest.raises(ConfigError, match="16 x 16"):
+        loader.check_files("vae")
+
+
+@pytest.mark.parametrize("name", ["taehv", "taecvx", "lighttaehy1_5", "taew2_1_hunyuan"])
+def test_only_published_names_say_what_a_small_decoder_takes(name: str, tmp_path: Path) -> None:
+    path = save(tmp_path / f"{name}.safetensors", TAEHV(TaehvConfig()).state_dict())
+    with pytest.raises(ConfigError, match="--latent-space"):
+        load_autoencoder(path, "decoder", CPU)
+
+
+def test_matrices_of_zeros_are_an_unfinished_download(plain: Path, tmp_path: Path) -> None:
+    state = {name: torch.zeros_like(t) if "blocks.1." in name else t for name, t in load_file(plain).items()}
+    with pytest.raises(ConfigError, match="10 matrices are all zero"):
+        load(save(tmp_path / "half.safetensors", state))
+    query = "blocks.1.self_attn.q"
+    one = load_file(plain) | {f"{query}.weight": torch.zeros(128, 128)}
+    lora = save(tmp_path / "lora.safetensors", {f"{query}.diff": torch.ones(128, 128)})
+    with pytest.raises(ConfigError, match="1 matrices are all zero"):
+        load(save(tmp_path / "one.safetensors", one), loras=[Lora(lora)])  # whatever is added to them
+    vae = original_layout(small_wan_autoencoder())
+    vae["decoder.conv1.weight"] = torch.zeros_like(vae["decoder.conv1.weight"])
+    with pytest.raises(ConfigError, match="1 matrices are all zero"):
+        load_autoencoder(save(tmp_path / "vae.safetensors", vae), "decoder", CPU)
+
+
+# ---- LoRAs ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_count_once_or_are_refused(tmp_path: Path) -> None:
+    typed = main._config(main.parser.parse(["serve", "--lora", "a", "--lora", "b:0.5"])).model
+    assert typed.lora == ("a", "b:0.5") and ModelConfig(lora="a").lora == ("a",)
+    for text, expected in (("[a, b:0.5]", ("a", "b:0.5")), ("a", ("a",)), ("", ())):
+        (tmp_path / "c.yaml").write_text(f"model:\n  lora: {text}\n")
+        assert load_config(tmp_path / "c.yaml").model.lora == expected
+    for twice in ("--seed 1 --seed 1", "--size 64x32 --size 64x32", "--no-decode --no-decode", "--config a --config b"):
+        with pytest.raises(ConfigError, match="given twice"):
+            main.parser.parse(["generate", *twice.split()])
+    with pytest.raises(ConfigError, match="given twice"):
+        main.parser.parse(["serve", "--fast", "--fast"])
+
+
+def test_a_models_own_lora_stays(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, style = tmp_path / "own.pt", tmp_path / "style.safetensors"
+    torch.save({"generator_lora": {}}, own)
+    style.write_bytes(b"style")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    given = {"name": "longlive-1.3b", "weights": str(plain)}
+    with pytest.raises(ConfigError, match="--lora none --lora PATH"):
+        resolve_model(ModelConfig(**given, lora=str(style)))
+    lay(tmp_path, "Efficient-Large-Model/LongLive-1.3B", {"models/lora.pt": own})
+
+    def used(*lora: str) -> list[tuple[str, float]]:
+        return [(each.path.name, each.scale) for each in resolve_model(ModelConfig(**given, lora=lora)).loras]
+
+    assert used() == [("lora.pt", 1.0)]
+    assert used(f"{style}:0.5") == [("lora.pt", 1.0), ("style.safetensors", 0.5)]
+    assert used("none", str(style)) == [("style.safetensors", 1.0)] and used("none") == []
+    with pytest.raises(ConfigError, match="own LoRA"):
+        used(str(shutil.copy(own, tmp_path / "copy.pt")))
+    needed = [files.files for files in resolve.to_fetch(ModelConfig(**given, lora=(str(style),)))]
+    assert ("models/lora.pt",) in needed
+
+
+# ---- what a file is -------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "cut off": ("a.safetensors", lambda data: data[: len(data) // 2], "cut off: download it again"),
+    "cut in the header": ("a.safetensors", lambda data: data[:300], "download it again"),
+    "cut off, torch": ("a.pt", lambda data: b"PK\x03\x04" + data[:3000], "cut off"),
+    "LFS": ("a.pt", lambda _: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "a web page": ("a.safetensors", lambda _: b"\n<!DOCTYPE html><html>", "web page"),
+    "an answer": ("a.safetensors", lambda _: b"Entry not found", "'Entry not found'"),
+    "GGUF": ("a.gguf", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
+    "GGUF by another name": ("a.safetensors", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
+    "empty": ("a.pt", lambda _: b"", "empty"),
+    "preallocated": ("a.pt", lambda _: bytes(9000), "begins with zeros"),
+    "another ending": ("a.sft", lambda data: data, "rename it"),
+    "a blob": ("3f2a", lambda data: data, "rename it"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_true_reason_comes_first(kind: str, plain: Path, tmp_path: Path) -> None:
+    name, change, words = KINDS[kind]
+    path = tmp_path / name
+    path.write_bytes(change(plain.read_bytes()))
+    refused(path, words)
+    with pytest.raises(ConfigError) as caught:
+        resolve.entry_of(path)
+    assert words in str(caught.value) and "--model" not in str(caught.value)
+
+
+def test_parts_of_something_are_named_with_the_remedy(plain: Path, tmp_path: Path) -> None:
+    state, shards = load_file(plain), tmp_path / "shards"
+    names = sorted(state)
+    shards.mkdir()
+    write_shards(shards, state, [names[:9], names[9:]])
+    index = shards / "diffusion_pytorch_model.safetensors.index.json"
+    one = shards / "diffusion_pytorch_model-00001-of-00002.safetensors"
+    refused(one, "one of 2 shards", str(index))
+    index.unlink()
+    refused(one, "index is missing")
+    refused(shards, "index is missing")
+    (dcp := tmp_path / "dcp").mkdir()
+    (dcp / "__0_0.distcp").write_bytes(b"x")
+    refused(dcp, "dcp_to_torch")
+    lora = {"blocks.0.self_attn.q.lora_A.weight": torch.ones(2, 2)}
+    vae = original_layout(small_wan_autoencoder())
+    for held, option in ((lora, "--lora"), (vae, "--vae"), ({"shared.weight": torch.ones(2, 2)}, "--text-encoder")):
+        path = save(tmp_path / "x.safetensors", held)
+        refused(path, option)
+        with pytest.raises(ConfigError, match=option):
+            resolve.entry_of(path)
+    with pytest.raises(ConfigError, match="--weights"):
+        load_autoencoder(plain, "decoder", CPU)
+    umt5.write(tmp_path / "text")
+    with pytest.raises(ConfigError, match=f"give the folder .*: {tmp_path / 'text'}$"):
+        find_text_files(tmp_path / "text" / "text_encoder")
+    for path, words in ((dcp, "has no text encoder"), (plain, "--weights"), (tmp_path / "none.pth", "no such file")):
+        with pytest.raises(ConfigError, match=words):
+            find_text_files(path)
+
+
+def test_doctor_says_what_serve_would(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_wan_autoencoder(num_res_blocks=1).save_pretrained(tmp_path / "vae")
+    umt5.write(tmp_path / "text")
+    asked = ["doctor", "--port", "0", "--device", "cpu", "--model", "self-forcing", "--vae", str(tmp_path / "vae")]
+    assert main.main([*asked, "--weights", str(plain), "--text-encoder", str(tmp_path / "text")]) == 0
+    (cut := tmp_path / "cut.safetensors").write_bytes(plain.read_bytes()[:-9])
+    other = save(tmp_path / "other.safetensors", small(text_dim=64))
+    for weights, text, words in (
+        (cut, "text", "cut off"),
+        (plain, "vae", "no text encoder"),
+        (other, "text", "32 wide"),
+    ):
+        capsys.readouterr()
+        assert main.main([*asked, "--weights", str(weights), "--text-encoder", str(tmp_path / text)]) == main.FAILED
+        out = capsys.readouterr().out
+        assert words in out and "Missing: model." in out
+
+
+# ---- containers and formats -----------------------------------------------------------------------------------------
+
+
+def test_the_only_known_container_with_a_transformer_is_taken(plain: Path, tmp_path: Path) -> None:
+    state = load_file(plain)
+    torch.save({"generator": prefixed(state, "model."), "critic": state, "step": 1}, tmp_path / "a.pt")
+    everything = prefixed(state, "model.diffusion_model.") | prefixed(original_layout(small_wan_autoencoder()), "vae.")
+    save(tmp_path / "a.safetensors", everything)
+    for name, taken in (("a.pt", "generator"), ("a.safetensors", "model")):
+        assert open_checkpoint(tmp_path / name, usual="generator_ema").container == taken
+        with pytest.raises(ConfigError, match="--container"):
+            open_checkpoint(tmp_path / name, "generator_ema")
+    torch.save({"generator": state, "model": state}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match="--container"):
+        open_checkpoint(tmp_path / "a.pt", usual="generator_ema")
+    config = ModelConfig(name="self-forcing", weights=str(tmp_path / "a.pt"), container="model")
+    ModelLoader(config, CPU).check_files(*PARTS[:1])
+    assert read_tensors(tmp_path / "a.safetensors").keys() == original_layout(small_wan_autoencoder()).keys()
+
+
+def scaled(state: State, dtype: torch.dtype, name: str, rows: bool) -> tuple[State, State]:
+    """The blocks' matrices in 8 bits with their scales; and what they stand for."""
+    stored, meant = dict(state), dict(state)
+    for key in [key for key in state if "blocks." in key and key.endswith(".weight") and state[key].ndim == 2]:
+        scale = state[key].abs().amax(1, keepdim=True) if rows else state[key].abs().max()
+        low = state[key] / scale * 100
+        stored[key] = (low.round() if dtype == torch.int8 else low).to(dtype)
+        meant[key] = stored[key].float() * (scale / 100)
+        stored[key.removesuffix("weight") + name] = scale / 100
+    return stored, meant
+
+
+FP8 = torch.float8_e4m3fn
+SCALED: list[tuple[torch.dtype, str, bool, State]] = [
+    (FP8, "scale_weight", False, {"scaled_fp8": torch.empty(2, dtype=FP8)}),
+    (FP8, "scale_weight", True, {"scaled_fp8": torch.empty(0, dtype=FP8), "blocks.0.ffn.0.scale_input": torch.ones(1)}),
+    (torch.float8_e5m2, "weight_scale", False, {}),
+    (torch.int8, "weight_scale", True, {"blocks.0.ffn.0.input_scale": torch.ones(1)}),
+]
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("case", range(len(SCALED)))
+def test_scaled_weights_are_those_that_they_stand_for(case: int, prefix: str, tmp_path: Path) -> None:
+    dtype, name, rows, marks = SCALED[case]
+    stored, meant = scaled(original(small_state()), dtype, name, rows)
+    path = save(tmp_path / "scaled.safetensors", prefixed(stored | marks, prefix))
+    assert_same(load(path), load(save(tmp_path / "meant.safetensors", meant)))
+
+
+def said(**format_: object) -> Tensor:
+    return torch.tensor(list(json.dumps(format_).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"blocks.0.ffn.0.weight_scale_2": torch.ones(())}, "NVFP4"),
+        ({"blocks.0.ffn.0.comfy_quant": said(format="convrot_w4a8")}, "convrot_w4a8"),
+        ({"blocks.0.ffn.0.comfy_quant": said(format="int8_tensorwise", convrot=True)}, "convrot"),
+        ({"blocks.0.ffn.0.comfy_quant": torch.ones(3, dtype=torch.uint8)}, "comfy_quant"),
+        ({"blocks.0.ffn.0.weight.absmax": torch.ones(3)}, "bitsandbytes"),
+        ({"scaled_fp8": torch.ones(1)}, "scales"),
+        ({"blocks.9.ffn.0.scale_weight": torch.ones(1)}, "scales"),
+    ],
+)
+def test_other_ways_to_quantise_are_refused_by_name(extra: State, words: str, plain: Path, tmp_path: Path) -> None:
+    refused(save(tmp_path / "a.safetensors", load_file(plain) | extra), words)
+
+
+def test_scales_of_blocks_are_refused(plain: Path, tmp_path: Path) -> None:
+    state = load_file(plain) | {"blocks.0.ffn.0.weight_scale": torch.ones(2, 2)}
+    refused(save(tmp_path / "a.safetensors", state), "scales [2, 2]")
+    header = {"_quantization_metadata": json.dumps({"layers": {"blocks.0.ffn.0": {"format": "mxfp8"}}})}
+    save_file(load_file(plain), tmp_path / "a.safetensors", header)
+    refused(tmp_path / "a.safetensors", "mxfp8")
+
+
+@pytest.mark.parametrize("prefix", ["model.", "first_stage_model.", "vae."])
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_an_autoencoder_may_have_a_prefix_and_8_bits(prefix: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    state = {name: tensor.to(dtype) for name, tensor in original_layout(small_wan_autoencoder()).items()}
+    one, other = (save(tmp_path / f"a{n}.safetensors", prefixed(state, n)) for n in (prefix, ""))
+    made = [load_autoencoder(path, "decoder", CPU).autoencoder.state_dict() for path in (one, other)]  # type: ignore[attr-defined]
+    names = [name for name in made[0] if name.startswith("decoder.")]
+    assert names and all(torch.equal(made[0][name], made[1][name]) for name in names)

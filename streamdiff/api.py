@@ -226,8 +226,7 @@ class StreamSession:
         """
         request = f"timeline {next(self._numbers)}"
         placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
-        begin = 0 if not self._made else None
-        self._ask(messages.SetTimeline(_NAME, placed_changes, request, begin), request)
+        self._ask(messages.SetTimeline(_NAME, placed_changes, request, None if self._made else 0), request)
 
     def log(self) -> bytes:
         """What has steered the stream since it began or was reset, as a file of JSON lines, which `streamdiff generate

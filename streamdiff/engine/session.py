@@ -284,8 +284,7 @@ class Session:
         events: list[Event] = []
         if change.prompt is not None:
             self.encoded = change.prompt, conditioning
-            switch = change.switch or "keep"
-            events += self.set_prompt(change.prompt, "", "", switch, over=change.over, along=change.along)
+            events += self.set_prompt(change.prompt, "", "", change.switch or "keep", False, change.over, change.along)
         if change.steps is not None:
             ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
             self.set_steps(change.steps, ahead, "")

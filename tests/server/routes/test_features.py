@@ -175,7 +175,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "endless sizes": ("image_latents", headed(HUGE), "expected dtype, shape and data_offsets"),
     "a name twice": ("image_latents", headed(MANY), "'0' stands in it twice"),
     "half a surrogate pair": ("image_latents", headed('{"\\ud800": 0}'), "\\ud800: expected dtype"),
-    "empty": ("image_latents", b"", "not a safetensors file"),
+    "empty": ("image_latents", b"", "is empty"),
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
 from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import CatalogueEntry, Files
-from streamdiff.models.picture_text import PictureText
+from streamdiff.models.picture_text import PictureText, check_tower
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
     ActionModules,
@@ -197,9 +197,11 @@ class ModelLoader:
             plan_transformer(self.checkpoint, loras=model.loras)
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
-        words = "text_encoder" in parts and not takes_picture_only(self.checkpoint.architecture)
-        if words and isinstance(model.text_encoder, Path):
-            check_text_files(model.text_encoder, self.spec.text_shape[1])
+        if "text_encoder" in parts and isinstance(model.text_encoder, Path):
+            if model.reads_pictures:
+                check_tower(model.text_encoder, self.spec.text_shape)
+            elif not takes_picture_only(self.checkpoint.architecture):
+                check_text_files(model.text_encoder, self.spec.text_shape[1])
 
     def digest(self) -> str:
         """Of all configuration files, and of the weights' names, sizes and beginnings."""
@@ -362,7 +364,7 @@ def load_text_encoder(
             f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
-    if model.entry is not None and catalogue.parts_of(model.entry)[0].image_dim is not None:
+    if model.reads_pictures:
         return PictureText(path, text_shape, device)
     if isinstance(path, Files):
         path = hub.fetch_folder(path)

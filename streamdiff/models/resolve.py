@@ -63,6 +63,11 @@ class ResolvedModel:
         return self.index is not None
 
     @property
+    def reads_pictures(self) -> bool:
+        """Whether what CLIP sees in a picture stands in a prompt's place."""
+        return self.entry is not None and catalogue.parts_of(self.entry)[0].image_dim is not None
+
+    @property
     def autoencoder(self) -> str:
         """The catalogue's name of the model's autoencoder; Wan's for a model that the catalogue does not have."""
         return "wan2.1" if self.entry is None else self.entry.autoencoder

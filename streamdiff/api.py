@@ -148,8 +148,7 @@ class StreamSession:
         if self.text != header.prompt:
             why = f"the log's prompt {header.prompt[:60]!r} is read as {self.text[:60]!r} by this version"
             raise RequestError("prompt", why, "model")
-        request = f"log {next(self._numbers)}"
-        self._ask(messages.SetTimeline(_NAME, log.changes, request, 0, as_read=True), request)
+        self._ask(messages.SetTimeline(_NAME, log.changes, "log", 0, as_read=True), "log")
 
     # ---- frames -------------------------------------------------------------------------------------------------
 

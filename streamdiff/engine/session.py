@@ -142,7 +142,7 @@ class Session:
     def begins(self) -> None:
         """Its stream begins with what holds now: so does its log. Mutates: self."""
         self._given, why = self.conditioning, self.origin or ("video is fed to it" if self._fed else "")
-        if self.embeddings is not None or (self.start is not None and not self.image):
+        if (self.embeddings is not None or self.start is not None) and not (self.image and self.text):
             why = "it began with embeddings, or with a picture that is not known"
         self._begin_log(why)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from streamdiff.api import StreamSession
 from streamdiff.core import Control
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
@@ -153,6 +156,28 @@ def test_worlds_share_a_forward_and_each_obeys_its_own_keys(model: Model, stages
     together = played(model, {0: steered, 1: other}, stages, 1), played(model, {0: steered, 1: other}, stages, 2)
     assert torch.equal(together[0][0], alone)
     torch.testing.assert_close(together[1], {0: alone, 1: together[0][1]}, rtol=1e-5, atol=1e-5)
+
+
+def test_a_played_world_has_the_same_frames_again_from_its_log_and_picture(tmp_path: Path, model: Model) -> None:
+    played: list[np.ndarray] = []
+    live, again = StreamSession(opened(model), "a street", seed=3, image=PICTURE), opened(model, 2)
+    for keys in ({"walk": 1.0}, {"walk": 0.0, "yaw": 0.3}, {"yaw": 0.0}, {"walk": 1.0}):
+        live.control(**keys)
+        played += islice(iter(live), 5)
+    (path := tmp_path / "world.jsonl").write_bytes(live.log())
+    live.close()
+    session = StreamSession(again, None)
+    with pytest.raises(RequestError) as refusal:
+        session.replay(path, PICTURE[::-1])
+    assert refusal.value.field == "image"
+    session.replay(path, PICTURE)
+    assert np.array_equal(list(islice(iter(session), len(played))), played)
+    told = path.read_text().replace('"changes":', '"changes":1') + '{"at":9999,"prompt":"night"}\n'
+    path.write_text(re.sub(r'"changes":1(\d+)', lambda found: f'"changes":{int(found[1]) + 1}', told))
+    with pytest.raises(RequestError) as refusal:
+        session.replay(path, PICTURE)
+    assert refusal.value.field == "prompt", "it reads no words"
+    session.close()
 
 
 def test_a_world_begins_with_a_picture_and_reads_no_words(model: Model) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install the third-party clients that tests/interop plays with, where that is ours to do: Node and npm packages
 # (libwebrtc and libdatachannel, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus,
-# Prometheus' promtool, and AIPerf in an environment of its own.
+# Prometheus' promtool, and, where PLAY_AIPERF is set, AIPerf in an environment of its own.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.
 set -euo pipefail
@@ -71,6 +71,10 @@ AIPERF=0.13.0
 
 aiperf_plays() {
     if [[ $(cat "$aiperf/.installed" 2>/dev/null) != "$AIPERF" ]]; then
+        if [[ -z ${PLAY_AIPERF:-} ]]; then
+            say "interop: aiperf does not play: it takes 860 MB; PLAY_AIPERF=1 installs it"
+            return 1
+        fi
         say "interop: installing aiperf $AIPERF in .venv-aiperf (860 MB)"
         if ! { "$python" -m venv --clear "$aiperf" && timeout 600 "$aiperf/bin/python" -m pip install --quiet \
             --disable-pip-version-check --no-compile "aiperf==$AIPERF"; } >&2; then

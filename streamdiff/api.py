@@ -148,8 +148,7 @@ class StreamSession:
         if self.text != header.prompt:
             why = f"the log's prompt {header.prompt[:60]!r} is read as {self.text[:60]!r} by this version"
             raise RequestError("prompt", why, "model")
-        request = f"log {next(self._numbers)}"
-        self._ask(messages.SetTimeline(_NAME, log.changes, request, 0, as_read=True), request)
+        self._ask(messages.SetTimeline(_NAME, log.changes, "log", 0, as_read=True), "log")
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -226,8 +225,7 @@ class StreamSession:
         """
         request = f"timeline {next(self._numbers)}"
         placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
-        begin = 0 if not self._made else None
-        self._ask(messages.SetTimeline(_NAME, placed_changes, request, begin), request)
+        self._ask(messages.SetTimeline(_NAME, placed_changes, request, None if self._made else 0), request)
 
     def log(self) -> bytes:
         """What has steered the stream since it began or was reset, as a file of JSON lines, which `streamdiff generate

@@ -4,6 +4,7 @@ stream is. Who keeps what else of a session: the table in docs/design.md. Import
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -204,7 +205,7 @@ class Control:
 
 
 def control_values(controls: Sequence[Control], values: Mapping[str, float]) -> dict[int, float]:
-    """The values of a control message by index among `controls`.
+    """The values of a control message by index among `controls`, rounded to float32.
 
     Raises:
         RequestError: a control that the model does not have, or a value that it cannot take.
@@ -218,7 +219,7 @@ def control_values(controls: Sequence[Control], values: Mapping[str, float]) -> 
         if not (value in (0, 1) if button else -1 <= value <= 1):
             allowed = "0 or 1" if button else "from -1 to 1"
             raise RequestError(name, f"control {name} is {value}; it must be {allowed}", "out_of_range")
-        found[index[name]] = float(value)
+        (found[index[name]],) = struct.unpack("f", struct.pack("f", value))  # as it is used, and stands in a log
     return found
 
 

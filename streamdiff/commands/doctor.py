@@ -229,8 +229,7 @@ def _faults(model: ModelConfig) -> dict[str, str]:
     if "lora" in absent:  # it would be fetched
         model = model.model_copy(update={"lora": (resolve.NO_LORA, *model.lora)})
     if entry is not None and "weights" in absent and model.weights is None:  # their sizes stand for them
-        name = f"{catalogue.RANDOM}{entry.architecture}"
-        model = model.model_copy(update={"name": name, "lora": (), "steps": None})
+        model = model.model_copy(update={"name": f"{catalogue.RANDOM}{entry.architecture}", "lora": (), "steps": None})
     loader = ModelLoader(model, torch.device("cpu"))
     for part in PARTS:
         try:

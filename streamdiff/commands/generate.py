@@ -137,8 +137,8 @@ def planned(start: SessionConfig, job: GenerateJob) -> list[PlannedVideo]:
         raise ConfigError(f"--prompt-at {changes[-1][0]:g} lies after the end; the video is {job.seconds:g} s long")
     check_target(job.output, job.overwrite)
     timeline = () if job.timeline is None else read_timeline(job.timeline)
-    log = None if job.replay is None else read_log(job.replay)
-    return [PlannedVideo(0, PromptLine(prompt=start.prompt), job.output, job.seconds, changes, timeline, log)]
+    what = changes, timeline, None if job.replay is None else read_log(job.replay)
+    return [PlannedVideo(0, PromptLine(prompt=start.prompt), job.output, job.seconds, *what)]
 
 
 def _listed(job: GenerateJob, prompts: Path) -> Iterator[PlannedVideo]:

@@ -202,7 +202,8 @@ class ReferenceJob(_Job):
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0
     without noise; in same_step every step sees them at its own noise level"""
     architecture: Annotated[Path | None, Flag("--model-config")] = None
-    """config.json of diffusers, for what shapes cannot tell (the number of heads)"""
+    """config.json of diffusers, or of the model's authors, for what shapes cannot tell (the number of heads; the window
+    and the action modules of a world)"""
     shift: _Number = None
     """timestep shift of --warp and --nearest (default 1: none)"""
     sigmas: _Numbers = None

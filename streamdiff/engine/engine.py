@@ -337,7 +337,8 @@ class Engine:
                 asked = SetPrompt("", change.prompt, "", change.switch or usual, over=change.over, along=change.along)
                 self._pipeline.check_switch(slot, asked.switch)
                 check_blend(asked)
-                previous = self._read(change.prompt, None if command.as_read else previous).text
+                previous = self._read(change.prompt, previous).text  # which some models refuse
+                previous = self._read(change.prompt, None).text if command.as_read else previous
                 if command.as_read and previous != change.prompt:
                     why = f"the prompt {change.prompt[:60]!r} is read as {previous[:60]!r} by this version"
                     raise RequestError("prompt", why, "model")

@@ -142,7 +142,7 @@ class Session:
     def begins(self) -> None:
         """Its stream begins with what holds now: so does its log. Mutates: self."""
         self._given, why = self.conditioning, self.origin or ("video is fed to it" if self._fed else "")
-        if self.embeddings is not None or (self.start is not None and not self.image):
+        if (self.embeddings is not None or self.start is not None) and not (self.image and self.text):
             why = "it began with embeddings, or with a picture that is not known"
         self._begin_log(why)
 
@@ -284,8 +284,7 @@ class Session:
         events: list[Event] = []
         if change.prompt is not None:
             self.encoded = change.prompt, conditioning
-            switch = change.switch or "keep"
-            events += self.set_prompt(change.prompt, "", "", switch, over=change.over, along=change.along)
+            events += self.set_prompt(change.prompt, "", "", change.switch or "keep", False, change.over, change.along)
         if change.steps is not None:
             ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
             self.set_steps(change.steps, ahead, "")

@@ -311,9 +311,8 @@ def find(name: str) -> CatalogueEntry:
     known = entries()
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    clips = " It makes whole clips and cannot stream" if near and known[near[0]].kind != "causal" else ""
-    hint = f"did you mean {near[0]}?{clips}" if near else f"known are {', '.join(entry.name for entry in listed())}"
+    near = difflib.get_close_matches(name.lower(), [entry.name for entry in listed()], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(entry.name for entry in listed())}"
     raise ConfigError(f"no model is called {name!r}; {hint}")
 
 

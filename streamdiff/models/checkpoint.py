@@ -42,6 +42,8 @@ catalogue entry states; this order is for files without one."""
 LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
 _ALSO_PREFIXES = ("model", "module")
 _AUTOENCODER_PREFIXES = ("first_stage_model.", "vae.", "model.")
+_PACKED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
+"""Dtypes that are several numbers at once, or a scale of others."""
 _SAY = "say which with --container NAME"
 
 
@@ -140,6 +142,9 @@ def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors, metadata = {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from None
+    for name, tensor in tensors.items():
+        if tensor.dtype in _PACKED and not name.endswith("scale"):
+            raise _foreign(path, f"{tensor.dtype}, as NVFP4 and MXFP files are", name)
     return tensors, metadata
 
 
@@ -231,7 +236,7 @@ def _scaled(found: Checkpoint) -> Checkpoint:
     return replace(found, entries=shown, read=read, names=tuple(names))
 
 
-def _foreign(found: Checkpoint, kind: str, name: str) -> ConfigError:
+def _foreign(found: Checkpoint | Path, kind: str, name: str) -> ConfigError:
     return ConfigError(
         f"{found}: is quantised as {kind} ({name}), which is not read; take the file in bfloat16, or in fp8 with a "
         "scale for each tensor or row, and --quantize int8 or fp8 for memory"

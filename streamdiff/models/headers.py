@@ -149,16 +149,14 @@ def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> Confi
 def kind_of(start: bytes) -> str:
     """What a file is, by its first bytes, and what to do; empty where it may hold tensors."""
     text = start.lstrip().lower()
-    if not start:
-        return f"is empty; {DAMAGED}"
+    if not start.strip(b"\0"):
+        return f"is empty, or only its place was kept and nothing was downloaded; {DAMAGED}"
     if start.startswith(b"version "):
         return "is a Git LFS pointer: the weights themselves were not downloaded; `git lfs pull` does it"
     if start.startswith(b"GGUF"):
         return "is a GGUF file, which is not read; take a .safetensors or .pt file, and --quantize int8 for memory"
     if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return f"is a web page, which came in place of the file; {DAMAGED}, by the link that downloads it"
-    if not start.strip(b"\0"):
-        return f"begins with zeros: its place was kept, and nothing was downloaded; {DAMAGED}"
     if start.isascii() and start.decode().replace("\n", " ").replace("\r", " ").replace("\t", " ").isprintable():
         return f"is a text, which begins with {start[:40].decode().strip()!r}; expected tensors"
     return ""

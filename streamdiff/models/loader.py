@@ -22,7 +22,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
 from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import CatalogueEntry, Files
-from streamdiff.models.picture_text import PictureText
+from streamdiff.models.picture_text import PictureText, check_tower
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
     ActionModules,
@@ -46,6 +46,7 @@ from streamdiff.models.transformer.weights import (
     load_transformer,
     open_transformer,
     plan_transformer,
+    takes_picture_only,
 )
 
 PARTS = ("weights", "vae", "text_encoder")
@@ -123,6 +124,10 @@ class ModelLoader:
             self._check_camera(architecture)
             _check_actions(self.model, actions)
             spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
+            said = self.model.architecture or self.checkpoint.checkpoint.config or {}
+            if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
+                sink = said.get("sink_size")  # in worlds' own configurations
+                spec = replace(spec, window_latents=window, sink_latents=sink if type(sink) is int else 0)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
@@ -193,7 +198,10 @@ class ModelLoader:
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
         if "text_encoder" in parts and isinstance(model.text_encoder, Path):
-            check_text_files(model.text_encoder, self.spec.text_shape[1])
+            if model.reads_pictures:
+                check_tower(model.text_encoder, self.spec.text_shape)
+            elif not takes_picture_only(self.checkpoint.architecture):
+                check_text_files(model.text_encoder, self.spec.text_shape[1])
 
     def digest(self) -> str:
         """Of all configuration files, and of the weights' names, sizes and beginnings."""
@@ -356,7 +364,7 @@ def load_text_encoder(
             f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
-    if model.entry is not None and catalogue.parts_of(model.entry)[0].image_dim is not None:
+    if model.reads_pictures:
         return PictureText(path, text_shape, device)
     if isinstance(path, Files):
         path = hub.fetch_folder(path)

@@ -20,7 +20,7 @@ from transformers.models.clip.modeling_clip import CLIPVisionModel
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models import hub
 from streamdiff.models.catalogue import Files
-from streamdiff.models.checkpoint import load_module, read_tensors
+from streamdiff.models.checkpoint import Checkpoint, load_module, open_checkpoint
 from streamdiff.models.spec import ParsedPrompt, TextEncoder
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -31,7 +31,8 @@ _TOP = {
 }  # fmt: skip
 _LAYER = {"norm1": "layer_norm1", "norm2": "layer_norm2", "attn.proj": "self_attn.out_proj", "mlp.0": "mlp.fc1",
           "mlp.2": "mlp.fc2"}  # fmt: skip
-_VISUAL, _LAYERS, _NEEDED = "visual.", "transformer.", ("pos_embedding", "patch_embedding.weight", "cls_embedding")
+_VISUAL, _LAYERS = "visual.", "transformer."
+_NEEDED = "pos_embedding", "patch_embedding.weight", "cls_embedding", "transformer.1.mlp.0.weight"
 
 
 class PictureText(TextEncoder):
@@ -55,12 +56,13 @@ class PictureText(TextEncoder):
 
     @cached_property
     def _tower(self) -> CLIPVisionModel:
-        return load_tower(self._place if isinstance(self._place, Path) else hub.fetch(self._place)[0])
+        path = self._place if isinstance(self._place, Path) else hub.fetch(self._place)[0]
+        check_tower(path, self._shape)
+        return load_tower(path)
 
     @torch.inference_mode()
     def see(self, picture: NDArray[np.uint8]) -> Tensor:
-        """Features `[T, D]` of an RGB picture `[H, W, 3]`, on the device. ConfigError as `load_tower`, or where they
-        are not of the model's width."""
+        """Features `[T, D]` of an RGB picture `[H, W, 3]`, on the device. ConfigError as `load_tower`."""
         with self._loading:
             tower = self._tower
         side = tower.config.image_size
@@ -68,24 +70,38 @@ class PictureText(TextEncoder):
         shown = F.interpolate(shown, (side, side), mode="bicubic", align_corners=False) * 0.5 + 0.5
         mean, std = (torch.tensor(each)[:, None, None] for each in (_MEAN, _STD))
         seen: Tensor = tower(pixel_values=(shown - mean) / std).last_hidden_state[0]
-        if seen.shape != self._shape:
-            raise ConfigError(f"{self._place}: it sees {list(seen.shape)} in a picture; the model takes {self._shape}")
         return seen.to(self._device)
+
+
+def check_tower(path: Path, shape: tuple[int, int] | None = None) -> Checkpoint:
+    """The opened file of a tower, of which no weights are read.
+
+    Raises:
+        ConfigError: a file that is not of that kind, or whose features are not of the `shape` (T, D) of a model.
+    """
+    file = open_checkpoint(path)
+    if not file.entries.keys() >= {_VISUAL + name for name in _NEEDED}:
+        raise ConfigError(
+            f"{path}: not CLIP's vision tower as Wan stores it; expected names such as {_VISUAL}{_NEEDED[0]}"
+        )
+    seen = tuple(file.entries[_VISUAL + _NEEDED[0]].shape[-2:])
+    if shape is not None and seen != shape:
+        raise ConfigError(
+            f"{path}: it sees {seen[0]} features of width {seen[1]}; the model takes {shape[0]} of {shape[1]}"
+        )
+    return file
 
 
 def load_tower(path: Path) -> CLIPVisionModel:
     """The tower without its last block, in float32 on the CPU; sizes are read from the tensors.
 
     Raises:
-        ConfigError: a file that is not of that kind, or tensors that do not fit.
+        ConfigError: as `check_tower`, or tensors that do not fit.
     """
-    found = {name.removeprefix(_VISUAL): each for name, each in read_tensors(path).items() if name.startswith(_VISUAL)}
+    file = check_tower(path)
+    found = {name.removeprefix(_VISUAL): file.read(name) for name in file.names if name.startswith(_VISUAL)}
     count = len({name.split(".")[1] for name in found if name.startswith(_LAYERS)})
-    fc1 = found.get(f"{_LAYERS}0.mlp.0.weight")
-    if fc1 is None or not found.keys() >= set(_NEEDED) or count < 2:
-        raise ConfigError(
-            f"{path}: not CLIP's vision tower as Wan stores it; expected names such as {_VISUAL}{_NEEDED[0]}"
-        )
+    fc1 = found[_NEEDED[-1]]
     patches, patch = found["pos_embedding"].shape[-2] - 1, found["patch_embedding.weight"].shape[-1]
     config = CLIPVisionConfig(
         hidden_size=fc1.shape[1], intermediate_size=fc1.shape[0], num_hidden_layers=count - 1, patch_size=patch,

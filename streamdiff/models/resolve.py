@@ -63,6 +63,11 @@ class ResolvedModel:
         return self.index is not None
 
     @property
+    def reads_pictures(self) -> bool:
+        """Whether what CLIP sees in a picture stands in a prompt's place."""
+        return self.entry is not None and catalogue.parts_of(self.entry)[0].image_dim is not None
+
+    @property
     def autoencoder(self) -> str:
         """The catalogue's name of the model's autoencoder; Wan's for a model that the catalogue does not have."""
         return "wan2.1" if self.entry is None else self.entry.autoencoder
@@ -197,8 +202,7 @@ def check_parts(config: ModelConfig) -> None:
         is_name = option == "--vae" and (path in published or catalogue.is_random(path))
         there = [each for each in (path, name) if each and os.path.exists(each)]
         if path and not is_name and not any(os.access(each, os.R_OK) for each in there):
-            why = "which this user may not read" if there else "no such file or folder"
-            raise ConfigError(f"{option} is {path}: {why}")
+            raise ConfigError(f"{option} is {path}: {'it may not be read' if there else 'no such file or folder'}")
 
 
 def completed(config: ModelConfig) -> ModelConfig:

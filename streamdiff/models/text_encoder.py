@@ -81,9 +81,8 @@ class WanText(TextEncoder):
         self.path, self.length, self._kept = path, length, kept
         self._remembered = lru_cache(_TEXTS_IN_MEMORY)(self._find)
         self._files = find_text_files(path)
-        self._config = read_config(self._files)
+        self._config = read_config(self._files, width)
         self.width: int = self._config.d_model
-        _check_width(path, self.width, width)
         self.output = torch.device(output or device or "cpu")
         self.device = choose_device(self._files, self.output) if device is None else torch.device(device)
         self.dtype = pick_dtype("auto", self.device)
@@ -268,14 +267,31 @@ def _tokenizer_beside(file: Path) -> Path:
     )
 
 
-def read_config(files: TextFiles) -> UMT5Config:
-    """The encoder's configuration: of the folder, or of the original file.
+def read_config(files: TextFiles, width: int | None = None) -> UMT5Config:
+    """The encoder's configuration: of the folder, or of the file.
 
     Raises:
-        ConfigError: no encoder of this kind.
+        ConfigError: no encoder of this kind, or not of this `width`.
     """
-    if files.original:
-        return UMT5Config(**_UMT5["config"])
+    config = UMT5Config(**_sizes(open_checkpoint(files.weights))) if files.original else _stored_config(files)
+    if width not in (None, config.d_model):
+        raise ConfigError(f"{files.weights}: d_model is {config.d_model}; the transformer's text_dim is {width}")
+    return config
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Arguments of `UMT5Config` for the encoder in a file: as published, or where it has another width, by shapes."""
+    shapes = {name: checkpoint.entries[source].shape for name, source in _sources(checkpoint).items()}
+    known = [(keys, shapes[name]) for name, keys in _UMT5["sizes"].items() if name in shapes]
+    found = {key: size for keys, shape in known for key, size in zip(keys, shape, strict=False)}
+    if found.get("d_model") in (None, _UMT5["config"]["d_model"]) or not found.get("num_heads"):
+        return dict(_UMT5["config"])
+    blocks = {name.split(".")[2] for name in shapes if name.startswith("encoder.block.")}
+    inner = found.get("d_kv", 0) // found["num_heads"]
+    return {**_UMT5["config"], **found, "d_kv": inner, "num_layers": len(blocks)}
+
+
+def _stored_config(files: TextFiles) -> UMT5Config:
     path = files.weights / "config.json"
     try:
         stored = read_object(path)
@@ -316,18 +332,9 @@ def check_text_files(path: Path, width: int) -> None:
         ConfigError: as `WanText` and `load_encoder`, but for values.
     """
     files = find_text_files(path)
-    config = read_config(files)
-    _check_width(path, config.d_model, width)
-    _outlined(files, config)
+    _outlined(files, read_config(files, width))
     revision(files)
     _check_tokenizer(files.tokenizer)
-
-
-def _check_width(path: Path, width: int, wanted: int | None) -> None:
-    if wanted not in (None, width):
-        raise ConfigError(
-            f"{path}: the text encoder is {width} wide (d_model), but the transformer asks for {wanted} (text_dim)"
-        )
 
 
 def _outlined(files: TextFiles, config: UMT5Config) -> tuple[UMT5EncoderModel, Checkpoint, dict[str, str]]:

@@ -44,8 +44,8 @@ def weights_file(folder: Path, stems: Sequence[str] = USUAL_STEMS) -> Path:
         if found := [path for path in files if path.name.endswith(endings)]:
             if len(found) == 1:
                 return found[0]
-            if any(_SHARD.fullmatch(path.name) for path in found):
-                raise ConfigError(_part_of(found[0]))
+            if shard := _SHARD.fullmatch(found[0].name):
+                raise ConfigError(_part_of(found[0], shard))
             some = ", ".join(path.name for path in found[:4])
             raise ConfigError(f"{folder}: has {len(found)} files that could be meant ({some}); name one of them")
     if any(folder.glob("*.distcp")):
@@ -82,13 +82,11 @@ def check_file(path: Path) -> None:
     if path.suffix == SAFETENSORS:
         parse_header(path)
     if (shard := _SHARD.fullmatch(path.name)) is not None and int(shard[3]) > 1:
-        raise ConfigError(_part_of(path))
+        raise ConfigError(_part_of(path, shard))
 
 
-def _part_of(shard: Path) -> str:
+def _part_of(shard: Path, match: re.Match[str]) -> str:
     """What to say of one of several files that hold the tensors together."""
-    match = _SHARD.fullmatch(shard.name)
-    assert match is not None
     index = shard.with_name(f"{match[1]}{match[4]}.index.json")
     if match[4] != SAFETENSORS:
         return f"{shard}: is one of {int(match[3])} shards in pickles, which are not read; take the {SAFETENSORS} files"

@@ -60,7 +60,16 @@ def world(folder: Path, mouse: int = 2, blocks: tuple[int, ...] = (0, 1)) -> Giv
     unused = {f"blocks.{number}.action_model.key_attn_q_norm.weight": torch.randn(12) for number in blocks}
     torch.save(prefixed(original(state | unused), "model."), folder / "wan.pt")
     own = {"heads_num": 2, "rope_dim_list": [4, 4, 4], "rope_theta": 256, "vae_time_compression_ratio": 4}
-    config = {"dim": 24, "num_heads": 2, "in_dim": 12, "out_dim": 4, "model_type": "i2v", "action_config": own}
+    config = {
+        "local_attn_size": 6,
+        "sink_size": 0,
+        "dim": 24,
+        "num_heads": 2,
+        "in_dim": 12,
+        "out_dim": 4,
+        "model_type": "i2v",
+        "action_config": own,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "text.safetensors").unlink()
     condition(folder)
@@ -137,6 +146,7 @@ def test_what_is_wrong_shows(
 ) -> None:
     given = world(tmp_path)
     plain = given.latents("--window", "6")
+    assert torch.equal(plain, given.latents()), "its configuration says the window"
     monkeypatch.setattr(f"streamdiff.{place}", broken)
     assert (given.latents("--window", "6") - plain).abs().max() > 1e-2
 

@@ -97,12 +97,12 @@ def test_a_recache_runs_once_after_the_last_chunk_of_the_blend(played: Played) -
 def test_a_prompt_in_the_middle_of_a_blend_begins_where_that_is(played: Played) -> None:
     played.tell(SetPrompt("s", BLUE, "r", over=100))
     played.until_made(3)
-    mixed = played.given[-1][1]
     played.tell(SetPrompt("s", WHITE, "q", over=2))
-    count = len(played.given)
     played.until_made(9)
-    torch.testing.assert_close(played.given[count][1], mixed.lerp(WHITE_TEXT, 0.5))
-    assert torch.equal(played.given[-1][1], WHITE_TEXT) and len(played.given) == count + 2
+    *_, (begun, mixed, _), (chunk, first, _), (_, last, _) = played.given
+    assert begun == chunk, "as the chunk would have been without the new prompt"
+    torch.testing.assert_close(first, mixed.lerp(WHITE_TEXT, 0.5))
+    assert torch.equal(last, WHITE_TEXT)
 
 
 def test_a_session_that_is_resumed_in_the_middle_of_a_blend_has_the_whole_prompt(played: Played) -> None:

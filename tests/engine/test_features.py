@@ -331,7 +331,7 @@ def test_what_cannot_be_together_or_does_not_fit_is_refused_by_name(place: Place
         (Open("a", RED, video_latents=video_latents(1), strength=0.0), "strength", "above 0"),
         (Open("a", RED, image_latents=bad), "image_latents", f"got {[1, *SPEC.chunk_shape[:2], 2, 4]}"),
         (Open("a", RED, image_latents=save({"latents": noise(1) / 0})), "image_latents", "finite"),
-        (Open("a", "", prompt_embeds=b"x"), "prompt_embeds", "not a safetensors file"),
+        (Open("a", "", prompt_embeds=b"x"), "prompt_embeds", "expected tensors"),
     ):
         [refused] = place.ask(opened)
         assert isinstance(refused, Refused) and refused.field == field and words in refused.reason, refused

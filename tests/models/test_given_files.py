@@ -174,7 +174,7 @@ KINDS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "GGUF": ("a.gguf", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
     "GGUF by another name": ("a.safetensors", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
     "empty": ("a.pt", lambda _: b"", "empty"),
-    "preallocated": ("a.pt", lambda _: bytes(9000), "begins with zeros"),
+    "preallocated": ("a.pt", lambda _: bytes(9000), "only its place was kept"),
     "another ending": ("a.sft", lambda data: data, "rename it"),
     "a blob": ("3f2a", lambda data: data, "rename it"),
 }
@@ -232,7 +232,7 @@ def test_doctor_says_what_serve_would(plain: Path, tmp_path: Path, capsys: pytes
     for weights, text, words in (
         (cut, "text", "cut off"),
         (plain, "vae", "no text encoder"),
-        (other, "text", "32 wide"),
+        (other, "text", "d_model is 32"),
     ):
         capsys.readouterr()
         assert main.main([*asked, "--weights", str(weights), "--text-encoder", str(tmp_path / text)]) == main.FAILED

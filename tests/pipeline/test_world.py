@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from streamdiff.api import StreamSession
 from streamdiff.core import Control
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
@@ -25,7 +28,9 @@ from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.planner.model_sizes import entry_sizes
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.controls import HeldControls, action_rows, tracked_rows
+from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline.playing import local_ring
 from tests.saving import save
 from tests.small import CPU, LATENT_CHANNELS, small_encoder, small_model, small_transformer
 
@@ -63,11 +68,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(spec, WanDenoiser(network, condition=planes), text, plain.decoder)
 
 
-def opened(model: Model, stages: int = 1, max_rows: int = 1) -> StreamingPipeline:
+def opened(model: Model, stages: int = 1) -> StreamingPipeline:
     pictures = ImageEncoder(lambda: small_encoder(1), model.spec)
-    return StreamingPipeline(
-        model, CPU, parts=local_parts(model, CPU, stages, max_rows), max_rows=max_rows, pictures=pictures
-    )
+    return StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages), pictures=pictures)
 
 
 def begin(pipeline: StreamingPipeline, session: int, seed: int) -> None:
@@ -126,18 +129,55 @@ def test_a_saved_world_goes_on_on_another_number_of_stages(model: Model) -> None
     after.close()
 
 
-def test_worlds_share_a_forward_and_each_obeys_its_own_keys(model: Model) -> None:
-    alone, still, together = opened(model), opened(model), opened(model, 1, 2)
-    count, keys = 6 * model.spec.chunk_frames, {1: {"yaw": 1.0}, 3: {"walk": 1.0}}
-    for pipeline in (alone, still, together):
-        begin(pipeline, 0, 5)
-    begin(together, 1, 6)
-    found = [more(alone, count, keys), more(still, count), more(together, count, keys)]
-    steered, unsteered, shared = (np.stack(each[:count]).astype(int) for each in found)
-    assert np.array_equal(steered[: model.spec.chunk_frames], unsteered[: model.spec.chunk_frames])
-    assert abs(steered - unsteered).max() > 3 and abs(steered - shared).max() <= 1
-    for pipeline in (alone, still, together):
-        pipeline.close()
+def played(model: Model, keys: dict[int, dict[int, dict[str, float]]], stages: int, max_rows: int) -> dict[int, Tensor]:
+    """Latents of six chunks of each session, whose keys are set before a chunk is admitted."""
+    ring, chunks = local_ring(model, CPU, stages, max_rows), 6
+    condition = ImageEncoder(lambda: small_encoder(1), model.spec).encode(PICTURE)
+    seen, done = model.text.see(PICTURE), {session: list[Tensor]() for session in keys}
+    for session in keys:
+        given = StreamInputs(condition=condition)
+        ring.open(session, seen, seed=session, epoch=0, steps=4, kv_context="clean", given=given)
+    while any(len(each) < chunks for each in done.values()):
+        for session, own in keys.items():
+            following = ring.scheduler.next_chunk(session)
+            ring.set_controls(session, own.get(following, {}))
+            ring.scheduler.set_frame_credit(session, model.spec.chunk_frames * (following < chunks))
+        assert ring.has_work, "the ring stands still"
+        for row, latents in ring.step_latents(1.0)[1]:
+            done[row.session].append(latents.clone())
+    return {session: torch.stack(each) for session, each in done.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_worlds_share_a_forward_and_each_obeys_its_own_keys(model: Model, stages: int) -> None:
+    steered, other = {1: {"yaw": 1.0}, 3: {"walk": 1.0}}, {2: {"walk": 1.0}}
+    alone, still = (played(model, {0: keys}, 1, 1)[0] for keys in (steered, {}))
+    assert torch.equal(alone[0], still[0]) and (alone[1:] - still[1:]).abs().amax((1, 2, 3, 4)).min() > 5e-3
+    together = played(model, {0: steered, 1: other}, stages, 1), played(model, {0: steered, 1: other}, stages, 2)
+    assert torch.equal(together[0][0], alone)
+    torch.testing.assert_close(together[1], {0: alone, 1: together[0][1]}, rtol=1e-5, atol=1e-5)
+
+
+def test_a_played_world_has_the_same_frames_again_from_its_log_and_picture(tmp_path: Path, model: Model) -> None:
+    played: list[np.ndarray] = []
+    live, again = StreamSession(opened(model), "a street", seed=3, image=PICTURE), opened(model, 2)
+    for keys in ({"walk": 1.0}, {"walk": 0.0, "yaw": 0.3}, {"yaw": 0.0}, {"walk": 1.0}):
+        live.control(**keys)
+        played += islice(iter(live), 5)
+    (path := tmp_path / "world.jsonl").write_bytes(live.log())
+    live.close()
+    session = StreamSession(again, None)
+    with pytest.raises(RequestError) as refusal:
+        session.replay(path, PICTURE[::-1])
+    assert refusal.value.field == "image"
+    session.replay(path, PICTURE)
+    assert np.array_equal(list(islice(iter(session), len(played))), played)
+    told = path.read_text().replace('"changes":', '"changes":1') + '{"at":9999,"prompt":"night"}\n'
+    path.write_text(re.sub(r'"changes":1(\d+)', lambda found: f'"changes":{int(found[1]) + 1}', told))
+    with pytest.raises(RequestError) as refusal:
+        session.replay(path, PICTURE)
+    assert refusal.value.field == "prompt", "it reads no words"
+    session.close()
 
 
 def test_a_world_begins_with_a_picture_and_reads_no_words(model: Model) -> None:
@@ -157,8 +197,6 @@ def test_a_world_begins_with_a_picture_and_reads_no_words(model: Model) -> None:
 
 
 def test_what_is_seen_in_a_picture_equals_the_towers_equations(tmp_path: Path, model: Model) -> None:
-    from safetensors.torch import load_file
-
     path = tower_file(tmp_path)
     own = {name.removeprefix("visual."): each.double() for name, each in load_file(path).items()}
 

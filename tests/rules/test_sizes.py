@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("source rules")
 FILE_LINES = 700
 FUNCTION_LINES = 60
 CAPS = {
-    "code lines": 28_400,
+    "code lines": 28_500,
     "files": 195,
     "classes with Session in their name": 12,
     "class names with two meanings": 0,

@@ -43,6 +43,8 @@ _OF_STREAMS: list[type] = [*messages.StreamCommand.__subclasses__(), *messages.S
 _OF_THE_ENGINE: list[type] = [messages.Shutdown, messages.Ready, messages.LoadFigures, Alive, Failed]
 KINDS: dict[str, type] = {kind.__name__: kind for kind in _OF_STREAMS + _OF_THE_ENGINE}
 Part = bytes | memoryview
+_BESIDE = "the shape of pictures whose bytes lie beside the header, or null: a file's content lies there"
+"""Longer than any name in what a client sends."""
 
 
 # ---- the folder ----------------------------------------------------------------------------------------------------
@@ -100,9 +102,9 @@ def encode(message: Command | Event) -> list[Part]:
             return asdict(value)
         if not isinstance(value, np.ndarray):
             parts.append(value)
-            return {"shape": None}
+            return {_BESIDE: None}
         parts.append(np.ascontiguousarray(value).data.cast("B"))
-        return {"shape": value.shape}
+        return {_BESIDE: value.shape}
 
     header = json.dumps([type(message).__name__, vars(message)], default=put_beside)
     return [header.encode("ascii"), *parts]
@@ -117,9 +119,9 @@ def decode(parts: Sequence[Part]) -> Any:
     beside = iter(parts[1:])
 
     def take_beside(value: dict[str, Any]) -> Any:
-        if value.keys() != {"shape"}:
+        if value.keys() != {_BESIDE}:
             return value
-        data, shape = next(beside), value["shape"]
+        data, shape = next(beside), value[_BESIDE]
         return data if shape is None else np.frombuffer(memoryview(data).toreadonly(), np.uint8).reshape(shape)
 
     try:

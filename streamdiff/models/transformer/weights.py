@@ -589,8 +589,7 @@ def _misfits(
 def _settings(checkpoint: Checkpoint) -> tuple[float | None, bool]:
     """alpha for all pairs (None: equal to the rank) and whether it counts by the root of the rank: from the file's own
     header, as diffusers writes it, or from PEFT's configuration beside it."""
-    path = checkpoint.path
-    beside = path.with_name("adapter_config.json")
+    beside = (path := checkpoint.path).with_name("adapter_config.json")
     settings: dict[str, Any] = {}
     if text := checkpoint.metadata.get("lora_adapter_metadata"):
         try:

@@ -124,9 +124,8 @@ class RestingStates:
 
     def facts(self) -> dict[str, Any]:
         """What must be the same where a log is played again: the model's facts, and digests of the blocks here."""
-        pipeline = self._pipeline
-        facts = model_facts(pipeline.model.spec, pipeline.model.denoiser.dtype)
-        return facts | {"weights": pipeline.stage.weights}
+        model = self._pipeline.model
+        return model_facts(model.spec, model.denoiser.dtype) | {"weights": self._pipeline.stage.weights}
 
     def check_facts(self, theirs: Mapping[str, Any]) -> None:
         """Raises ConfigError where `facts` of a log are others here. In a ring each rank knows the weights of its own

@@ -259,6 +259,11 @@ class Manager:
         if any(each.record.id == DEFAULT_SESSION for each in found):
             self._begin_with = None
         elif self._begin_with is None:
+            if ready.begins_with_picture and image is None:
+                raise ConfigError(
+                    f"session.image is missing: {ready.model} begins with a picture; give --image FILE",
+                    field="session.image",
+                )
             self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))

@@ -19,6 +19,7 @@ from streamdiff.core import Control
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Closed, Failed, FrameBatch, SetPaused, SetPrompt, Shown
 from streamdiff.engine.process.ipc import (
+    _BESIDE,
     HIGH_WATER,
     KINDS,
     EngineClient,
@@ -27,6 +28,7 @@ from streamdiff.engine.process.ipc import (
     decode,
     encode,
 )
+from streamdiff.engine.timeline import TimedChange
 from streamdiff.errors import EngineFailure
 
 LIMIT_S = 240.0
@@ -64,6 +66,10 @@ MESSAGES = [
     messages.Open("a", "", snapshot=b"file"),
     messages.SetInput("a", None),
     messages.SetControls("a", {"x": -0.5, "jump": 1.0}, "r5"),
+    messages.SetTimeline(
+        "a", (TimedChange(at=1, prompt="x"), TimedChange(at=2, controls={"shape": 0.5}, loop=True)), "r6", 0
+    ),
+    messages.GetLog("a", "r7"),
     messages.ControlsApplied("a", ("r5",), 3, 36),
     messages.InputFrames("a", PICTURES),
     messages.InputUsed("a", 0.5, 24, 12, "why"),
@@ -108,9 +114,9 @@ def test_pictures_are_not_copied_on_the_way() -> None:
         ([None, {}], []),
         (["Shown", {"session": "a"}], []),
         (["Shown", {"session": "a", "frames": 1, "more": 1}], []),
-        (["Saved", {"session": "a", "request": "r", "data": {"shape": None}}], []),
-        (["InputFrames", {"session": "a", "pictures": {"shape": [2, 3]}}], [b"x" * 7]),
-        (["InputFrames", {"session": "a", "pictures": {"shape": "23"}}], [b"x" * 6]),
+        (["Saved", {"session": "a", "request": "r", "data": {_BESIDE: None}}], []),
+        (["InputFrames", {"session": "a", "pictures": {_BESIDE: [2, 3]}}], [b"x" * 7]),
+        (["InputFrames", {"session": "a", "pictures": {_BESIDE: "23"}}], [b"x" * 6]),
         ([1], []),
     ],
 )

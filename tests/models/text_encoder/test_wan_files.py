@@ -52,6 +52,12 @@ def test_embeddings_are_those_of_the_folder(folders: tuple[Path, Path]) -> None:
         assert text.revision == WanText(theirs).revision
 
 
+def test_a_file_of_another_width_is_as_large_as_its_shapes_say(tmp_path: Path) -> None:
+    encoder = umt5.write(tmp_path, width=24, max_distance=PUBLISHED["relative_attention_max_distance"])
+    text = WanText(umt5.write_original(tmp_path / "original", tmp_path, encoder), length=LENGTH, width=24)
+    assert torch.equal(text.encode(PROMPT), WanText(tmp_path, length=LENGTH).encode(PROMPT))
+
+
 def changed(theirs: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
     tensors = torch.load(file_of(theirs), weights_only=True)
     edit(tensors)
@@ -79,7 +85,7 @@ def test_a_file_that_does_not_fit_is_refused(
 
 
 def test_the_published_file_is_umt5_xxl() -> None:
-    """As large as the catalogue says: 5.7 billion numbers, 11.4 GB in bfloat16."""
+    """As large as the catalogue says: 5.7 billion numbers, 11.4 GB in bfloat16. Another one is as its shapes say."""
     with torch.device("meta"):
         encoder = UMT5EncoderModel(UMT5Config(**PUBLISHED))
     encoder.set_input_embeddings(encoder.shared)

@@ -152,7 +152,7 @@ HUGE = '{"latents": {"dtype": "F32", "shape": [%s, %s], "data_offsets": [0, 0]}}
 MANY = "{" + ", ".join(f'"{number}": 0' for number in [*range(70_000), 0]) + "}"
 WIDE = torch.zeros(1, *CHUNK_SHAPE[:3], 3)
 BAD: dict[str, tuple[str, bytes, str]] = {
-    "no safetensors": ("prompt_embeds", b"GIF89a", "not a safetensors file"),
+    "no safetensors": ("prompt_embeds", b"GIF89a", "expected tensors"),
     "a pickle": ("prompt_embeds", pickle.dumps([1, 2]), "this is a pickle"),
     "cut off": ("prompt_embeds", EMBEDS[:-4], "bytes of tensors"),
     "another name": ("prompt_embeds", save({"embeds": embeds("red")}), "prompt_embeds is missing, embeds is unknown"),
@@ -175,7 +175,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "endless sizes": ("image_latents", headed(HUGE), "expected dtype, shape and data_offsets"),
     "a name twice": ("image_latents", headed(MANY), "'0' stands in it twice"),
     "half a surrogate pair": ("image_latents", headed('{"\\ud800": 0}'), "\\ud800: expected dtype"),
-    "empty": ("image_latents", b"", "not a safetensors file"),
+    "empty": ("image_latents", b"", "is empty"),
 }  # fmt: skip
 
 

@@ -60,7 +60,8 @@ async def test_a_key_over_every_channel_with_receipts_up_to_the_picture() -> Non
         state = (await site.http.get("/api/state")).json()
         assert state["state"]["controls"] == state["engine"]["controls"]
         assert state["state"]["controls"][0] == {
-            "name": "move_x", "kind": "axis", "keys": ["ArrowLeft", "ArrowRight"], "whole_chunk": False,
+            "name": "move_x", "kind": "axis", "keys": ["ArrowLeft", "ArrowRight", "MouseX"], "whole_chunk": False,
+            "scale": 1.0, "idle": False,
         }  # fmt: skip
         peer.channel.send(json.dumps({"type": "control", "id": 1, "axes": {"move_x": 0.5}, "t": 12.5}))
         for stage in ("accepted", "applied", "shown"):

@@ -257,7 +257,7 @@ async def test_a_removed_viewer_gets_no_more_video(tmp_path: Path) -> None:
 
 async def test_words_that_are_blocked_are_in_no_prompt_and_no_name(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("# not here\nrude\nVery  Bad\nbeast*\n", encoding="utf-8")
-    serve = ServeConfig(blocked_words=str(tmp_path / "words"))
+    serve = ServeConfig(blocked_words=str(tmp_path / "words"), jobs_dir=str(tmp_path / "jobs"))
     async with open_site(Config(serve=serve)) as site, seats(site, 1) as (watcher,):
         for text in ("a RUDE star", "very bad", "\uff52ude", "ru\u200bde", "beastly", "rude."):
             assert (await watcher.says(PROMPT | {"prompt": text}))["code"] == "blocked_word", text

@@ -1,6 +1,6 @@
 // WHIP sender and WHEP viewer made of libdatachannel (node-datachannel), the WebRTC stack of OBS.
 // node datachannel_peer.js send URL FILE: sends the file's access units (each after its length, 32 bits) in a loop, as
-//   OBS does: audio first in one bundle, the offer posted at once, H.264 in fragments of 1200 bytes.
+//   OBS does: audio first in one bundle, the offer without candidates, H.264 in fragments of 1200 bytes.
 // node datachannel_peer.js watch URL: writes RTP packets of H.264 to the standard output (each after its length), sends
 //   what it reads, one message a line, on the control channel, and prints what comes there to the standard error.
 // Both end with DELETE when their standard input ends.
@@ -17,11 +17,15 @@ function fail(reason) {
   process.exit(1);
 }
 
-/** Offer in a POST, answer taken; the resource's address. */
+/**
+ * Offer in a POST, answer taken; the resource's address. The offer has no candidates, as OBS gathers them after the answer;
+ * libdatachannel fails now and then where its peer's packets come before the answer, as they may on one machine.
+ */
 async function connect(pc) {
   pc.setLocalDescription("offer");
   const headers = { "Content-Type": "application/sdp" };
-  const response = await fetch(url, { method: "POST", headers, body: pc.localDescription().sdp });
+  const body = pc.localDescription().sdp.replace(/a=(candidate:.*|end-of-candidates)\r\n/g, "");
+  const response = await fetch(url, { method: "POST", headers, body });
   if (response.status !== 201) fail(`${response.status}: ${await response.text()}`);
   pc.setRemoteDescription(await response.text(), "answer");
   return new URL(response.headers.get("Location"), url);
@@ -88,7 +92,12 @@ async function watch(pc) {
     process.stdout.write(Buffer.concat([length, packet]));
   });
   channel.onMessage((message) => console.error(message));
-  channel.onOpen(() => createInterface({ input: process.stdin }).on("line", (line) => channel.sendMessage(line)));
+  const waiting = []; // lines that were read before the channel was open
+  createInterface({ input: process.stdin }).on("line", (line) => {
+    if (channel.isOpen()) channel.sendMessage(line);
+    else waiting.push(line);
+  });
+  channel.onOpen(() => waiting.splice(0).forEach((line) => channel.sendMessage(line)));
   endWith(pc, await connect(pc));
 }
 

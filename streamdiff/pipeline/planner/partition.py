@@ -203,17 +203,10 @@ def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
         )
     check_stages(config.stages, sizes.blocks)
     if sizes.spec.actions is not None:
-        for name, is_so, why in (
-            ("parallel", config.shares > 1, "have a cache for each token, which ranks do not share yet"),
-            ("offload", config.offload == "blocks", "are in some blocks only, and blocks that take turns are alike"),
-            ("compile", config.compile == "on", "have caches that graphs do not know yet"),
-        ):
-            if is_so:
-                value = getattr(config, name)
-                raise ConfigError(
-                    f"{name} is {value}, but {sizes.spec.name} has action modules, which {why}; leave {name} out",
-                    field=f"model.{name}",
-                )
+        asked = {"parallel": config.shares > 1, "offload": config.offload != "none", "compile": config.compile == "on"}
+        for name in (name for name, is_so in asked.items() if is_so):
+            why = f"{name} is {getattr(config, name)}, which action modules, as {sizes.spec.name} has, cannot have yet"
+            raise ConfigError(f"{why}; leave it out", field=f"model.{name}")
     if config.shares not in (possible := possible_shares(sizes)):
         fitting = ", ".join(map(str, possible[1:]))
         ways = f"{fitting} ranks can share one, or 1 has it alone" if fitting else "give each stage one rank"

@@ -260,10 +260,8 @@ class Manager:
             self._begin_with = None
         elif self._begin_with is None:
             if ready.begins_with_picture and image is None:
-                raise ConfigError(
-                    f"session.image is missing: {ready.model} begins with a picture; give --image FILE",
-                    field="session.image",
-                )
+                missing = f"session.image is missing: {ready.model} begins with a picture; give --image FILE"
+                raise ConfigError(missing, field="session.image")
             self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))

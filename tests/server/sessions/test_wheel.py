@@ -155,7 +155,7 @@ async def test_many_changes_are_told_in_few_messages(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_viewer_on_a_data_channel_has_it_and_loses_it_when_idle_or_gone(leaves: bool) -> None:
-    serve = ServeConfig(wheel_idle_s=60.0 if leaves else 0.3)
+    serve = ServeConfig(wheel_idle_s=60.0 if leaves else 2.0)
     async with open_site(Config(serve=serve)) as site, seats(site, 1) as (other,):
         peer = await site.watch()
         hello = await peer.message({"type": "hello"})

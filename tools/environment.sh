@@ -89,7 +89,8 @@ target=.
 if [[ $kind == test ]]; then target='.[test]'; fi
 # The pip that comes with Python 3.11 takes more than twice as long to choose the versions.
 "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --quiet --upgrade pip
-"$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --quiet --editable "$target"
+# setuptools warns at length of a mode that pyproject.toml chooses on purpose.
+PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --quiet --editable "$target"
 # pip compiles on one core, longer than it takes for all else. Of these folders few modules are ever imported, which
 # Python compiles then; files for other versions of Python stay as they are.
 rarely='/(transformers/models|diffusers/(modular_)?pipelines|openai/types|torch/testing|networkx|matplotlib|fontTools|mypyc?|pip)/'

@@ -156,7 +156,7 @@ class SetControls(StreamCommand):
 class SetTimeline(StreamCommand):
     """Play these changes instead of those of a timeline before; none: there is no timeline any more. Chunks count from
     `begin` on, and after a reset from the stream's beginning; None: from the next one that is admitted. Answered by
-    `Accepted` or `Refused`; each prompt that takes effect is told by `Accepted` without a request. `as_read`: prompts
+    `Accepted` or `Refused`; each prompt that takes effect sends `Accepted` without a request. `as_read`: prompts
     are texts as the model was given them, as a log has them; else each is read after the one before it."""
 
     changes: tuple[TimedChange, ...]

@@ -154,7 +154,7 @@ class PromptQueue:
         return answers
 
     def encodings(self) -> list[Future[Any]]:
-        """Encodings in progress; when one is done, `poll` returns more, or a timeline goes on."""
+        """Encodings in progress; when one is done, `poll` returns more, or a timeline continues."""
         return [*self.ahead, *(line.encoding for line in self.lines.values() if line.encoding is not None)]
 
     def encode_ahead(self, text: str) -> Future[Encoded]:

@@ -227,7 +227,7 @@ def _truncated_levels(timestep: float, shift: float) -> list[float]:
     points = (shifted(_TRUNCATED_FROM * (1 - i / _GRID), shift) for i in range(_GRID))
     found = [sigma for sigma in points if int(TIMESTEPS * sigma) == timestep]
     if not found:
-        raise ConfigError(f"steps has {timestep:g}, which no noise level at shift {shift:g} is told as")
+        raise ConfigError(f"steps has {timestep:g}, which is the timestep of no noise level at shift {shift:g}")
     return found[:2]
 
 

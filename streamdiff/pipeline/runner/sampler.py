@@ -152,7 +152,7 @@ class StreamInputs:
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
     condition: see `SamplerState.condition`.
-    controls: what steers each chunk `[n, *ModelSpec.steering_shape]`, in place of what is held; the last goes on.
+    controls: what steers each chunk `[n, *ModelSpec.steering_shape]`, in place of what is held; the last stays.
     """
 
     noise: Noise | None = None

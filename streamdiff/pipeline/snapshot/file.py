@@ -224,5 +224,5 @@ def check_model(theirs: Mapping[str, Any], here: Mapping[str, Any], what: str = 
     for name in sorted({*theirs, *here} - {"weights"}):
         if theirs.get(name) != here.get(name):
             differ = f"{name} is {theirs.get(name)!s:.200} in {what}, but {here.get(name)!s:.200} here"
-            why = f"{differ}; a session goes on only in the model, size and window that it was made in"
+            why = f"{differ}; a session resumes only in the model, size and window that it was made in"
             raise ConfigError(why, field=name, code="model")

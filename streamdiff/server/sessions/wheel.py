@@ -25,7 +25,7 @@ MAX_WAITING = 32
 MAX_UNCONNECTED = 4
 """Of those who have the wheel or wait for it, from one address, without a connection."""
 TOLD_S = 0.1
-"""Watchers are told of changes no more often than that."""
+"""Watchers hear of changes no more often than that."""
 
 
 @dataclass(eq=False)
@@ -186,7 +186,7 @@ class Wheel:
         holder = self._queue.holder
         if holder is not None and holder is not watcher:
             how = f'POST {{"do": "take"}} to /api/sessions/{self._session}/wheel, or send it with type wheel'
-            why = f"{holder.name} has the wheel: nobody else steers. To wait for it, {how}."
+            why = f"{holder.name} has the wheel and steers alone. To wait for it, {how}."
             raise ControlError("wheel", why, id=id)
         if holder is not None:
             holder.heard_s = clock.monotonic_s()

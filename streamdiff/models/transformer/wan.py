@@ -350,7 +350,7 @@ class WanDenoiser:
         """
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden, attend = tokens.hidden, self.attend
-        for layer, own in zip(range(len(self.blocks)), text, strict=False):
+        for layer, own in zip(range(len(self.blocks)), text, strict=True):
             weights = self.weights(layer)
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
             own_act = None if act is None else partial(act, layer)

@@ -67,7 +67,7 @@ def test_blocks_in_two_runs_equal_blocks_in_one() -> None:
     text = denoiser.text(torch.randn(1, 16, 64, generator=generator))
     attention = Whole(2, 2, 2)
     whole = denoiser.run_blocks(tokens, text, attention)
-    middle = denoiser.part(0, 1).run_blocks(tokens, text, attention)
+    middle = denoiser.part(0, 1).run_blocks(tokens, text[:1], attention)
     parts = denoiser.part(1, 3).run_blocks(TokenStates(*middle), text[1:], attention)
     assert torch.equal(parts.hidden, whole.hidden)
 
@@ -123,7 +123,7 @@ def test_fused_query_key_value_and_modulation_equal_the_plain_ones_and_cost_no_m
     assert all(each.weight.untyped_storage().data_ptr() in storages for each in fused.fused)
     tokens = fused.embed(latents, timestep)
     texts = fused.text(text)
-    middle = fused.part(0, 1).run_blocks(tokens, texts, attention)
+    middle = fused.part(0, 1).run_blocks(tokens, texts[:1], attention)
     parts = fused.part(1, 3).run_blocks(middle, texts[1:], attention)
     assert torch.equal(parts.hidden, fused.run_blocks(tokens, texts, attention).hidden)
     transformer.blocks[1].attn1.to_v.weight.mul_(1.5)  # one memory, so both see it

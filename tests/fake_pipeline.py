@@ -94,7 +94,7 @@ class FakePipeline:
         self.streams[session] = FakeStream(conditioning, seed, epoch, steps, kv_context, start, video or [])
         self.calls.append(("open", session, conditioning, steps, kv_context))
 
-    def see(self, picture: Pictures) -> None:
+    def image_features(self, picture: Pictures) -> None:
         """It takes prompts."""
 
     def encode_picture(self, picture: Pictures) -> Pictures:

@@ -219,7 +219,7 @@ class Engine:
             min_ahead_frames=self._min_ahead_frames(steps, kv_context), start=made.start,
             image=digest_of(command.image), steps=steps,
         )  # fmt: skip
-        if command.prompt_embeds is not None or made.seen is not None:
+        if command.prompt_embeds is not None or made.image_features is not None:
             session.embeddings = made.conditioning
         else:
             session.encoded = pending.text, made.conditioning
@@ -318,8 +318,8 @@ class Engine:
             case Reset():
                 if request.image is not None or request.no_image:
                     session.start, session.image = pending.made.start, digest_of(request.image)
-                    if pending.made.seen is not None:
-                        session.embeddings = pending.made.seen
+                    if pending.made.image_features is not None:
+                        session.embeddings = pending.made.image_features
                 return session.reset(request.seed, request.request)
             case messages.SetMaxAhead():
                 session.set_max_ahead(request.frames)

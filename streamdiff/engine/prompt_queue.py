@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 class Encoded(NamedTuple):
-    """What a request's parts have become, as the pipeline takes them: the text's embeddings, or what is `seen` in the
-    picture in their place, the encoded picture, and what chunks are to start from; None: it has no such part."""
+    """What a request's parts have become, as the pipeline takes them: the text's embeddings, or a
+    picture's features in their place, the encoded picture, and what chunks are to start from; None: it has no such
+    part."""
 
     conditioning: Any = None
     start: Any = None
     video: Any = None
-    seen: Any = None
+    image_features: Any = None
 
 
 NOTHING = Encoded()
@@ -186,8 +187,9 @@ class PromptQueue:
         if isinstance(request, Open) and features_of(request).names:
             made = self._read_features(request)
         if isinstance(request, Open | Reset) and request.image is not None:
-            start, seen = self._encode_picture(request.image[0])
-            made = made._replace(start=start, seen=seen, conditioning=made.conditioning if seen is None else seen)
+            start, features = self._encode_picture(request.image[0])
+            made = made._replace(start=start, image_features=features)
+            made = made if features is None else made._replace(conditioning=features)
         if pending.text and made.conditioning is None:
             made = made._replace(conditioning=self.encode_text(pending.text))
         return made
@@ -198,11 +200,11 @@ class PromptQueue:
         return self._pipeline.text.encode(text)
 
     def _encode_picture(self, picture: Pictures) -> tuple[Any, Any]:
-        """The encoded picture, and what is seen in it, if the model has that. Raises RequestError for a picture that
+        """The encoded picture, and its features, if the model takes these. Raises RequestError for a picture that
         the pipeline cannot encode."""
         self.pictures_encoded += 1
         try:
-            return self._pipeline.encode_picture(picture), self._pipeline.see(picture)
+            return self._pipeline.encode_picture(picture), self._pipeline.image_features(picture)
         except RequestError:
             raise
         except SESSION_ERRORS as error:

@@ -22,7 +22,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
 from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import CatalogueEntry, Files
-from streamdiff.models.picture_text import PictureText, check_tower
+from streamdiff.models.clip_vision import ClipVision, check_tower
 from streamdiff.models.resolve import ResolvedModel, resolve_model
 from streamdiff.models.spec import (
     ActionModules,
@@ -365,7 +365,7 @@ def load_text_encoder(
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
     if model.reads_pictures:
-        return PictureText(path, text_shape, device)
+        return ClipVision(path, text_shape, device)
     if isinstance(path, Files):
         path = hub.fetch_folder(path)
     length, width = text_shape

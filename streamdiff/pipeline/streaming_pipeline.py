@@ -19,8 +19,8 @@ from streamdiff import clock
 from streamdiff.core import Chunk, Frames, ModelInfo, StreamProgress, min_ahead_frames
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.clip_vision import ClipVision
 from streamdiff.models.model import Model
-from streamdiff.models.picture_text import PictureText
 from streamdiff.models.sampling import Schedule, blended
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
@@ -138,10 +138,10 @@ class StreamingPipeline(Ring):
             raise RequestError("image", f"model {self.info.model} encodes no pictures; begin from a prompt alone")
         return self._pictures.encode(picture)
 
-    def see(self, picture: NDArray[np.uint8]) -> Tensor | None:
-        """What a model that has this in a prompt's place sees in a start picture; None: it takes a prompt. From any
-        thread. Raises ConfigError as `PictureText.see`."""
-        return self.text.see(picture) if isinstance(self.text, PictureText) else None
+    def image_features(self, picture: NDArray[np.uint8]) -> Tensor | None:
+        """Features of a start picture, of a model that takes these in a prompt's place; None: it takes a prompt. From
+        any thread. Raises ConfigError as `ClipVision.image_features`."""
+        return self.text.image_features(picture) if isinstance(self.text, ClipVision) else None
 
     def features_of(
         self,

@@ -21,8 +21,8 @@ from streamdiff.engine.engine import Engine
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.clip_vision import ClipVision, load_tower
 from streamdiff.models.model import Model
-from streamdiff.models.picture_text import PictureText, load_tower
 from streamdiff.models.spec import ActionModules, ActionRows
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.planner.model_sizes import entry_sizes
@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         plain.spec, text_shape=(TOKENS, WIDTH), controls=KEYS, condition_channels=planes, actions=ACTIONS,
         action_rows=ACTIONS.rows, kv_contexts=("clean",),
     )  # fmt: skip
-    text = PictureText(tower_file(tmp_path_factory.mktemp("clip")), spec.text_shape, CPU)
+    text = ClipVision(tower_file(tmp_path_factory.mktemp("clip")), spec.text_shape, CPU)
     return Model(spec, WanDenoiser(network, condition=planes), text, plain.decoder)
 
 
@@ -74,7 +74,7 @@ def opened(model: Model, stages: int = 1) -> StreamingPipeline:
 
 
 def begin(pipeline: StreamingPipeline, session: int, seed: int) -> None:
-    seen, start = pipeline.see(PICTURE), pipeline.encode_picture(PICTURE)
+    seen, start = pipeline.image_features(PICTURE), pipeline.encode_picture(PICTURE)
     pipeline.open(session, seen, seed=seed, epoch=0, steps=4, kv_context="clean", start=start)
 
 
@@ -133,7 +133,7 @@ def played(model: Model, keys: dict[int, dict[int, dict[str, float]]], stages: i
     """Latents of six chunks of each session, whose keys are set before a chunk is admitted."""
     ring, chunks = local_ring(model, CPU, stages, max_rows), 6
     condition = ImageEncoder(lambda: small_encoder(1), model.spec).encode(PICTURE)
-    seen, done = model.text.see(PICTURE), {session: list[Tensor]() for session in keys}
+    seen, done = model.text.image_features(PICTURE), {session: list[Tensor]() for session in keys}
     for session in keys:
         given = StreamInputs(condition=condition)
         ring.open(session, seen, seed=session, epoch=0, steps=4, kv_context="clean", given=given)
@@ -217,10 +217,10 @@ def test_what_is_seen_in_a_picture_equals_the_towers_equations(tmp_path: Path, m
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
         x = x + linear(at + "attn.proj", mixed)
         x = x + linear(at + "mlp.2", F.gelu(linear(at + "mlp.0", norm(at + "norm2", x))))
-    text = PictureText(path, (TOKENS, WIDTH), CPU)
-    torch.testing.assert_close(text.see(PICTURE).double(), x, rtol=1e-4, atol=1e-4)
+    text = ClipVision(path, (TOKENS, WIDTH), CPU)
+    torch.testing.assert_close(text.image_features(PICTURE).double(), x, rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError):
-        PictureText(path, (TOKENS, 32), CPU).see(PICTURE)
+        ClipVision(path, (TOKENS, 32), CPU).image_features(PICTURE)
     save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ConfigError):
         load_tower(tmp_path / "other.safetensors")

@@ -69,7 +69,7 @@ MODELS = (
     ("model",),
     ("autoencoder",),
     ("resolve",),
-    ("picture_text", "text_encoder", "transformer"),
+    ("clip_vision", "text_encoder", "transformer"),
     ("checkpoint", "tensor_file"),
     ("hub",),
     ("catalogue",),

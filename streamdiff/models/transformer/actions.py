@@ -66,8 +66,8 @@ class ActionModule(nn.Module):
         windows = [self.keyboard_attn_kv(self._windows(each[None])) for each in rows]
         key, value = (self._heads(each)[:, :, None] for each in torch.cat(windows).chunk(2, -1))
         mixed = attend("keyboard", layer, _unit(self._heads(self.mouse_attn_q(x))), _unit(key), value)
-        obeying: Tensor = x + self.proj_keyboard(mixed.flatten(-2))
-        return obeying.flatten(1, 2)
+        result: Tensor = x + self.proj_keyboard(mixed.flatten(-2))
+        return result.flatten(1, 2)
 
     def _windows(self, rows: Tensor) -> Tensor:
         """Rows `[R, rows, n]` as what each latent frame sees, row after row: `[R, F, window * n]`."""

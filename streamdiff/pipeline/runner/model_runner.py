@@ -345,8 +345,8 @@ class ModelRunner:
         module = getattr(block, ACTION_MODEL, None)
         if module is None:
             return hidden
-        obeying: Tensor = module(layer, hidden, entered.actions, partial(attend_over_time, rows))
-        return obeying
+        result: Tensor = module(layer, hidden, entered.actions, partial(attend_over_time, rows))
+        return result
 
     def enter(self, given: Tensors) -> TokenStates:
         """The stage's input as `TokenStates` for its first block."""

@@ -140,7 +140,7 @@ async def show_wheel(request: Request, state: State, live: Watched) -> dict[str,
 
 
 @router.post(
-    "/api/sessions/{session}/wheel", summary="Take the wheel or wait for it, give it up, or rule it",
+    "/api/sessions/{session}/wheel", summary="Take the wheel or wait for it, give it up, or manage it",
     **operation("watch", 403, 404, 409, 410, 429, 503, body=body_of(JSON, WheelMessage.model_json_schema())),
 )  # fmt: skip
 async def change_wheel(request: Request, state: State, live: Watched) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What CLIP sees in a start picture, for models that have this in a prompt's place: the vision tower of open-clip's
+"""CLIP's features of a start picture, for models that take these in a prompt's place: the vision tower of open-clip's
 ViT-H/14, by transformers' modules, from the file of original Wan
 (`models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth`).
 """
@@ -35,9 +35,9 @@ _VISUAL, _LAYERS = "visual.", "transformer."
 _NEEDED = "pos_embedding", "patch_embedding.weight", "cls_embedding", "transformer.1.mlp.0.weight"
 
 
-class PictureText(TextEncoder):
+class ClipVision(TextEncoder):
     """In a text encoder's place. Words do nothing; the tower runs on the CPU, which takes a few seconds a picture, and
-    its weights come with the first one. `see` may be called from any thread."""
+    its weights come with the first one. `image_features` may be called from any thread."""
 
     examples = ("a picture and keys steer this world; words do nothing",)
     vocabulary = "No words: it begins with a picture, and keys steer it."
@@ -61,7 +61,7 @@ class PictureText(TextEncoder):
         return load_tower(path)
 
     @torch.inference_mode()
-    def see(self, picture: NDArray[np.uint8]) -> Tensor:
+    def image_features(self, picture: NDArray[np.uint8]) -> Tensor:
         """Features `[T, D]` of an RGB picture `[H, W, 3]`, on the device. ConfigError as `load_tower`."""
         with self._loading:
             tower = self._tower
@@ -69,8 +69,8 @@ class PictureText(TextEncoder):
         shown = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
         shown = F.interpolate(shown, (side, side), mode="bicubic", align_corners=False) * 0.5 + 0.5
         mean, std = (torch.tensor(each)[:, None, None] for each in (_MEAN, _STD))
-        seen: Tensor = tower(pixel_values=(shown - mean) / std).last_hidden_state[0]
-        return seen.to(self._device)
+        features: Tensor = tower(pixel_values=(shown - mean) / std).last_hidden_state[0]
+        return features.to(self._device)
 
 
 def check_tower(path: Path, shape: tuple[int, int] | None = None) -> Checkpoint:

@@ -198,8 +198,8 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         if chunk or sampling.first_chunk_steps:
             made = sampling.schedule().of(chunk)
             scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
-            renoise = f"; mixed again at {_numbers(made.renoise)}" if made.renoise is not None else ""
-            yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{renoise}{scale}"
+            renoise = f"; noise added again at {_numbers(made.renoise)}" if made.renoise is not None else ""
+            yield key, f"timesteps {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{renoise}{scale}"
     if sampling.keep_end:
         yield "", f"the step at timestep 0 may be left out: --steps {sampling.schedules()[-1].steps}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""

@@ -194,6 +194,18 @@ class StreamSession:
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
+    def lora(self, name: str, scale: float | None = 1.0, *, over: int = 1) -> None:
+        """Have the LoRA of a file of `lora_dir`, by its name without the suffix, at `scale`, from 0 to 2, from the next
+        chunk on; with `over` the scale goes there over so many chunks, from where it is. None: take it out.
+
+        Waits until the file is read; frames may be taken in another thread meanwhile.
+
+        Raises:
+            RequestError: no such file, one that does not fit the model, or too many (`max_loras`).
+        """
+        request = f"lora {next(self._numbers)}"
+        self._ask(messages.SetLora(_NAME, name, scale, over, request), request)
+
     def set_steps(self, number: int) -> None:
         """Change the denoise steps per chunk, of those the model has: fewer are less work. The first chunk that has
         them is made when those begun are finished; a reset keeps them.

@@ -52,6 +52,7 @@ class FakePipeline:
 
     info: ModelInfo
     text: Any
+    loras: Any = None
     encodings = 0
     inputs: tuple[int, ...] = ()
     savings: tuple[int, ...] = ()

@@ -6,16 +6,16 @@ and in the user's own (`streamdiff.api`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from streamdiff.core import Frames, control_values
+from streamdiff.core import Frames, control_values, split_label
 from streamdiff.engine import messages
 from streamdiff.engine.change_log import LogHeader
-from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
+from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetLora, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
@@ -25,6 +25,7 @@ from streamdiff.engine.validation import (
     bad_value,
     check_begin,
     check_blend,
+    check_lora,
     check_open,
     check_prompt,
     closed_before,
@@ -38,6 +39,7 @@ from streamdiff.models.spec import ParsedPrompt
 from streamdiff.snapshot_header import read_saved_session, saved_stream
 
 if TYPE_CHECKING:
+    from streamdiff.pipeline.loras import LoadedLora
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 _UNANSWERED = messages.Shown | messages.SetMaxAhead | messages.SetActive | InputFrames
@@ -72,6 +74,8 @@ class Engine:
             chunk_compute_s=pipeline.figures.chunk_compute_s(),
             max_sessions=pipeline.figures.max_sessions(),
             max_swapped_sessions=pipeline.figures.max_swapped_sessions(),
+            loras=() if pipeline.loras is None else pipeline.loras.names,
+            max_loras=0 if pipeline.loras is None else pipeline.loras.most,
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -198,7 +202,7 @@ class Engine:
         else:
             reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
             self._min_ahead_frames(*self._choice(command))
-        return self._wait(PendingRequest(command, reading.text, reading.notice))
+        return self._wait(PendingRequest(command, reading.text, reading.notice, loras=self._labels(command, None)))
 
     def _open_now(self, command: Open, pending: PendingRequest) -> list[Event]:
         """Open a session whose parts are encoded."""
@@ -211,6 +215,7 @@ class Engine:
     def _begin(self, command: Open, pending: PendingRequest) -> list[Event]:
         """Open a session whose stream begins."""
         slot, made = self._free_slot(), pending.made
+        loras = self._take(slot, made.loras)
         steps, kv_context = self._choice(command)
         session = Session(
             command.session, self._pipeline, slot, self._prompt_queue.encode_text, text=pending.text, seed=command.seed,
@@ -235,6 +240,8 @@ class Engine:
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
         session.begins()
+        for name, scale in (command.loras or {}).items():
+            session.set_lora(loras[name], scale, 1, "")
         return session.open(pending.notice, possible_switches(self._pipeline, slot))
 
     def _choice(self, command: Open) -> tuple[int, str]:
@@ -261,8 +268,13 @@ class Engine:
         elif isinstance(command, Reset):
             check_begin(command, self._pipeline.info)
             pending = PendingRequest(command, self._text_to_encode(session))
+        elif isinstance(command, SetLora | messages.SetTimeline):
+            text = self._text_to_encode(session) if isinstance(command, SetLora) else ""
+            pending = PendingRequest(command, text, loras=self._labels(command, session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        waits = opening or isinstance(command, SetPrompt | Reset)
+        waits = opening or isinstance(command, SetPrompt | Reset) or pending.loras or pending.text
+        if isinstance(command, SetLora) and command.session in self._prompt_queue:
+            waits = True  # it may be of a LoRA that is being read
         return self._wait(pending) if waits else self._carry_out(pending)
 
     def _carry_out(self, pending: PendingRequest) -> list[Event]:
@@ -297,13 +309,20 @@ class Engine:
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
+            case SetLora(name=name, scale=scale, over=over):
+                found = self._take(slot, pending.made.loras).get(name, session.lora_called(name))
+                if found is None:
+                    has = ", ".join(map(session.name_of, session.loras)) or "none"
+                    raise RequestError("lora", f"lora is {name[:60]!r}; the session has {has}", "lora")
+                return session.set_lora(found, scale, over, request.request)
             case messages.SetInput():
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
             case messages.SetControls():
                 return session.set_controls(request.values, request.request)
             case messages.SetTimeline():
-                changes = tuple(self._read_changes(session, request))
+                loras = self._take(slot, pending.made.loras)
+                changes = tuple(self._read_changes(session, request, loras))
                 return session.set_timeline(changes, request.begin, self._prompt_queue.encode_ahead, request.request)
             case messages.GetLog():
                 data = session.log.content(self._pipeline.resting.facts(), self._pipeline.next_chunk(slot))
@@ -327,9 +346,48 @@ class Engine:
                 session.shown(request.frames)
         return []
 
-    def _read_changes(self, session: Session, command: messages.SetTimeline) -> Iterator[TimedChange]:
-        """The changes of a timeline, with prompts as texts that the model is given. Raises RequestError for the first
-        that a client could not ask for."""
+    def _labels(self, command: StreamCommand, session: Session | None) -> tuple[str, ...]:
+        """Names or labels of the LoRAs that have to be read for a request. Raises RequestError where they cannot be, or
+        what is asked of them."""
+        match command:
+            case SetLora(name=name, scale=scale):
+                check_lora(command)
+                has = session is not None and session.lora_called(name) is not None
+                names = {} if has or scale is None else {name: None}
+            case Open(loras=loras, snapshot=snapshot):
+                for name, scale in (loras or {}).items():
+                    check_lora(SetLora("", name, scale))
+                names = dict.fromkeys([*(read_saved_session(snapshot).loras if snapshot else ()), *(loras or ())])
+            case messages.SetTimeline(changes=changes):
+                names = {each.lora.name: None for each in changes if each.lora is not None}
+            case _:
+                names = {}
+        for label in names:
+            if self._pipeline.loras is None:
+                why = "no LoRA is loaded while it plays: model.lora_dir and model.max_loras are not set"
+                raise RequestError("lora", f"lora is {split_label(label)[0][:60]!r}, but {why}", "lora")
+            self._pipeline.loras.check(label)
+        return tuple(names)
+
+    def _take(self, slot: int, loras: Sequence[LoadedLora]) -> dict[str, int]:
+        """Have LoRAs that were read loaded on all ranks, for a session in `slot`; their ids by name. Raises
+        RequestError where they are too many."""
+        used = self._used_loras() | {each.id for each in loras}
+        for each in loras:
+            assert self._pipeline.loras is not None, "it has read them"
+            self._pipeline.loras.take(each, slot, used)
+        return {each.name: each.id for each in loras}
+
+    def _used_loras(self) -> set[int]:
+        """Ids of those that sessions have, or chunks in flight."""
+        known = (own for state in self._pipeline.sampler.sessions.values() for own in state.loras.values())
+        return {lora for own in (*known, *(each.all_loras for each in self._sessions.values())) for lora in own}
+
+    def _read_changes(
+        self, session: Session, command: messages.SetTimeline, loras: Mapping[str, int]
+    ) -> Iterator[TimedChange]:
+        """The changes of a timeline, with prompts as texts that the model is given, and labels of `loras`. Raises
+        RequestError for the first that a client could not ask for."""
         slot, previous, usual = session.slot, session.text or None, ""
         for change in command.changes:
             if change.prompt is not None:
@@ -345,6 +403,9 @@ class Engine:
                 change = replace(change, prompt=previous, switch=asked.switch)  # type: ignore[arg-type]
             if change.steps is not None:
                 self._pipeline.check_steps(slot, change.steps)
+            if (own := change.lora) is not None:
+                label = session.label(loras[split_label(own.name)[0]])
+                change = replace(change, lora=replace(own, name=label))
             control_values(self._pipeline.info.controls, change.controls | change.taps)
             yield change
 
@@ -419,6 +480,9 @@ class Engine:
             dropped = [*self._resting.forget(session), *dropped]
             self._next_epoch[session.slot] = session.epoch + 1
             self._pipeline.close_session(session.slot)
+            if reason and (folder := self._pipeline.loras) is not None:  # a rank may not have been able to load one
+                for lora in session.all_loras - self._used_loras():
+                    folder.drop(lora, session.slot)
         return [*(closed_before(command) for command in dropped if is_answered(command)), *events]
 
     # ---- saved sessions ------------------------------------------------------------------------------------------
@@ -462,6 +526,7 @@ class Engine:
         slot, start, embeddings = self._free_slot(), *map(snapshot.tensors.get, ("start", "prompt_embeds"))
         if not saved.text and embeddings is None:
             raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
+        loras = self._take(slot, pending.made.loras)
         session = Session(
             command.session, self._pipeline, slot, self._prompt_queue.encode_text, text=saved.text, seed=saved.seed,
             kv_context=saved.kv_context, epoch=saved.epoch,
@@ -473,6 +538,8 @@ class Engine:
         )  # fmt: skip
         frames = self._resting.retry_after_swap_out(lambda: self._pipeline.resting.load(slot, snapshot))
         session.resume_at(saved, *self._pipeline.resting.progress(slot))
+        scales = saved.loras if command.loras is None else {**dict.fromkeys(saved.loras), **command.loras}
+        session.resume_loras({loras[split_label(each)[0]]: scale for each, scale in scales.items()})
         self._sessions[session.name] = self._in_slot[slot] = session
         events = [event for each in frames for event in self._number(each)]
         new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.core import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES, exact_scale, lora_id, split_label
 from streamdiff.engine.change_log import ChangeLog
 from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened
 from streamdiff.engine.timeline import TimedChange, Timeline
@@ -48,6 +48,24 @@ class Blend:
     after: Any = None
     share: int = 0
     chunk: int = -1
+
+
+@dataclass
+class Fade:
+    """A change of a LoRA's scale `before` to `after` (None: it is taken out then) over so many chunks, of which `share`
+    have been given theirs; the latest of them is chunk `chunk`."""
+
+    before: float
+    after: float | None
+    over: int
+    share: int = 0
+    chunk: int = -1
+
+    @property
+    def scale(self) -> float | None:
+        if self.share >= self.over:
+            return self.after
+        return exact_scale(self.before + ((self.after or 0.0) - self.before) * self.share / self.over)
 
 
 @dataclass(eq=False)
@@ -94,6 +112,11 @@ class Session:
     """What was accepted and is not applied yet, in order: by kind (prompt, steps, input) its epoch, and what becomes of
     the past, the steps, or the strength."""
     _blend: Blend | None = field(default=None, init=False)
+    loras: dict[int, float] = field(default_factory=dict, init=False)
+    """Scales of LoRAs, by id, as the latest requests have them."""
+    _scales: dict[int, float] = field(default_factory=dict, init=False)
+    """As the pipeline was given them last."""
+    _fades: dict[int, Fade] = field(default_factory=dict, init=False)
     _given: Any = field(default=None, init=False)
     """The conditioning that the pipeline was given last; None, in a resumed session: that of the text."""
     _timeline: Timeline | None = field(default=None, init=False)
@@ -154,7 +177,8 @@ class Session:
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
         self._set_frame_credit()
-        return [Opened(self.name, self.epoch, self.text, notice, switches, self.start is not None)]
+        loras = {self.name_of(lora): scale for lora, scale in self.loras.items()}
+        return [Opened(self.name, self.epoch, self.text, notice, switches, self.start is not None, loras)]
 
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
@@ -163,6 +187,7 @@ class Session:
         return {
             "text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown,
             "blending": self._blend is not None,
+            "loras": {self.label(lora): self.loras.get(lora) for lora in sorted({*self.loras, *self._in_flight})},
         }  # fmt: skip
 
     def resume_at(self, saved: SavedStream, chunk: int, oldest_epoch: int, epoch: int, paused: bool) -> None:
@@ -210,6 +235,50 @@ class Session:
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, "")]
 
+    def set_lora(self, lora: int, scale: float | None, over: int, request: str) -> list[Event]:
+        """Accept a scale of a LoRA that is loaded, or its end; `apply_pending` gives it to the pipeline, unless a later
+        one comes first."""
+        if scale is None:
+            del self.loras[lora]
+        else:
+            scale = self.loras[lora] = exact_scale(scale)
+        self._change(f"lora {lora}", (lora, scale, over))
+        return [Accepted(self.name, request, self.epoch, "")]
+
+    def lora_called(self, name: str) -> int | None:
+        """The id of the session's LoRA of that name; None: it has none."""
+        return next((lora for lora in self.loras if self.name_of(lora) == name), None)
+
+    @property
+    def all_loras(self) -> set[int]:
+        """Ids of the LoRAs that it has, or its timeline will."""
+        to_come = () if self._timeline is None else self._timeline.changes
+        return {*self.loras, *(lora_id(each.lora.name) for each in to_come if each.lora is not None)}
+
+    def resume_loras(self, scales: Mapping[int, float | None]) -> None:
+        """After `resume_at`: have these LoRAs, where those of the snapshot are at other scales. Mutates: self."""
+        if self._pipeline.loras is not None:
+            self._scales = dict(self._pipeline.sampler.sessions[self.slot].latest_loras)
+        self.loras = dict(self._scales)
+        for lora, scale in scales.items():
+            if scale != self._scales.get(lora):
+                self.set_lora(lora, scale, 1, "")
+
+    @property
+    def _in_flight(self) -> set[int]:
+        """Ids of the LoRAs that its chunks have, also those in flight."""
+        if self._pipeline.loras is None:
+            return set()
+        return {lora for own in self._pipeline.sampler.sessions[self.slot].loras.values() for lora in own}
+
+    def label(self, lora: int) -> str:
+        """The label of a LoRA that is loaded."""
+        assert self._pipeline.loras is not None, "there is one"
+        return self._pipeline.loras.loaded[lora].label
+
+    def name_of(self, lora: int) -> str:
+        return split_label(self.label(lora))[0]
+
     def set_input(self, strength: float | None, request: str) -> list[Event]:
         """Accept an input, or its strength, or its end; `apply_pending` gives it to the pipeline, unless a later one
         comes first."""
@@ -237,7 +306,7 @@ class Session:
     def _change(self, kind: str, value: Any) -> None:
         """Note what `apply_pending` gives to the pipeline, under the next epoch; the one before that is for a chunk of
         the present blend. Mutates: self."""
-        self.epoch += 1 if self._blend is None else 2
+        self.epoch += 2 if self._blend or self._fades else 1
         self._pending.pop(kind, None)
         self._pending[kind] = self.epoch, value
 
@@ -248,8 +317,14 @@ class Session:
 
     @property
     def _blends(self) -> bool:
-        """Whether the next chunk is another one of a blend."""
-        return self._blend is not None and self._blend.chunk != self._pipeline.next_chunk(self.slot)
+        """Whether the next chunk is another one of a blend, or of a change of a scale."""
+        moving = self._moving
+        return bool(moving) and any(each.chunk != self._pipeline.next_chunk(self.slot) for each in moving)
+
+    @property
+    def _moving(self) -> list[Blend | Fade]:
+        """What comes over several chunks."""
+        return [*self._fades.values()] if self._blend is None else [self._blend, *self._fades.values()]
 
     @property
     def due(self) -> bool:
@@ -285,6 +360,8 @@ class Session:
         if change.prompt is not None:
             self.encoded = change.prompt, conditioning
             events += self.set_prompt(change.prompt, "", "", change.switch or "keep", False, change.over, change.along)
+        if (own := change.lora) is not None and (own.scale is not None or lora_id(own.name) in self.loras):
+            self.set_lora(lora_id(own.name), own.scale, own.over, "")
         if change.steps is not None:
             ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
             self.set_steps(change.steps, ahead, "")
@@ -305,7 +382,7 @@ class Session:
 
     def _wait(self) -> None:
         """Tell the pipeline which chunk waits for the next change. Mutates: self."""
-        chunks = [] if self._blend is None else [self._blend.chunk + 1]
+        chunks = [each.chunk + 1 for each in self._moving]
         if self._timeline is not None and self._timeline.chunk is not None:
             chunks.append(self._timeline.chunk)
         if (chunk := min(chunks, default=None)) != self._waits_at:
@@ -315,6 +392,7 @@ class Session:
     def apply_pending(self, in_order: bool = False) -> None:
         """Give the pipeline the latest prompt, steps and input that it does not have yet, in the order of their
         epochs; `in_order`: those that may be given now, see `apply_changes`."""
+        renew: int | None = None
         while self._pending:
             if (early := self._pipeline.reruns(self.slot)) and in_order:
                 return
@@ -324,10 +402,12 @@ class Session:
             kind = next(iter(self._pending))
             epoch, value = self._pending[kind]
             epoch -= self._epoch_shift
-            if kind == "prompt" and self._blends:  # its last prompt is the same, whenever this one has come
+            if kind == "prompt" and self._blend is not None and self._blend.chunk != chunk:
+                # Its last prompt is the same, whenever this one has come.
                 self._blend_on(epoch - 1)
                 continue
             del self._pending[kind]
+            renew = epoch if kind.startswith("lora") else None
             if kind == "prompt":
                 self._blend = value
                 if self._given is not None:
@@ -335,6 +415,10 @@ class Session:
                 how = {"over": value.over, "along": value.along} if value.over > 1 else {}
                 self.log.add(chunk, prompt=value.text, switch=value.switch, **how)
                 self._blend_on(epoch)
+            elif renew is not None:
+                lora, scale, over = value
+                self._fades[lora] = Fade(self._scales.get(lora, 0.0), scale, over)
+                self._log_lora(chunk, lora, scale, over)
             elif kind == "steps":
                 self.steps = value
                 self.log.add(chunk, steps=value)
@@ -345,24 +429,43 @@ class Session:
                 self._pipeline.set_input(self.slot, value, epoch=epoch)
 
         if self._blends:
-            self.epoch += 1
-            self._blend_on(self.epoch - self._epoch_shift)
+            self.epoch += renew is None
+            self._blend_on(self.epoch - self._epoch_shift if renew is None else renew)
         self._wait()
 
     def _blend_on(self, epoch: int) -> None:
-        """Give the pipeline the conditioning of the next chunk of the blend. Mutates: self."""
-        blend = self._blend
-        assert blend is not None, "there is one"
-        if not blend.share:
-            blend.after = self.conditioning
-        blend.share += 1
-        switch, self._given = blend.switch, blend.after
-        if blend.share < blend.over:
-            switch, blend.chunk = "keep", self._pipeline.next_chunk(self.slot)
-            self._given = self._pipeline.blended(blend.before, blend.after, blend.share / blend.over, blend.along)
-        else:
-            self._blend = None
-        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch)
+        """Give the pipeline the conditioning of the next chunk of the blend, and scales of LoRAs. Mutates: self."""
+        blend, switch, chunk = self._blend, "keep", self._pipeline.next_chunk(self.slot)
+        if blend is not None and blend.chunk != chunk:
+            if not blend.share:
+                blend.after = self.conditioning
+            blend.share += 1
+            self._given = blend.after
+            if blend.share < blend.over:
+                blend.chunk = chunk
+                self._given = self._pipeline.blended(blend.before, blend.after, blend.share / blend.over, blend.along)
+            else:
+                switch, self._blend = blend.switch, None
+        self._given = self.conditioning if self._given is None else self._given
+        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch, **self._faded(chunk))
+
+    def _faded(self, chunk: int) -> dict[str, Any]:
+        """The scales of LoRAs for `chunk`, as the pipeline takes them; empty where none changes. Mutates: self."""
+        before = dict(self._scales)
+        for lora, fade in list(self._fades.items()):
+            fade.share += fade.chunk != chunk
+            fade.chunk, scale = chunk, fade.scale
+            if scale is None:
+                self._scales.pop(lora, None)
+            else:
+                self._scales[lora] = scale
+            if fade.share >= fade.over:
+                del self._fades[lora]
+        return {"loras": dict(self._scales)} if self._scales != before else {}
+
+    def _log_lora(self, chunk: int, lora: int, scale: float | None, over: int = 1) -> None:
+        how = {"over": over} if over > 1 else {}
+        self.log.add(chunk, lora={"name": self.label(lora), "scale": scale, **how})
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -377,12 +480,17 @@ class Session:
         self._pending.pop("prompt", None)
         self._blend = None
         self.apply_pending()
+        self._fades.clear()  # a stream begins with what they lead to
+        self._scales = dict(self.loras)
         before, next_chunk = self.log, self._pipeline.next_chunk(self.slot)
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
-        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
+        more = {"loras": dict(self._scales)} if self._pipeline.loras is not None else {}
+        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start, **more)
         self._pipeline.set_paused(self.slot, self._paused)
         self.begins()
-        self.log.begin_with(self._pipeline.next_chunk(self.slot), before, next_chunk)
+        self.log.begin_with(chunk := self._pipeline.next_chunk(self.slot), before, next_chunk)
+        for lora, scale in self._scales.items():
+            self._log_lora(chunk, lora, scale)
         if self._timeline is not None:
             self._timeline = replace(self._timeline, begin=0, place=0)
         self._wait()

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from streamdiff.core import PromptPolicy
+from streamdiff.core import MAX_LORA_SCALE, PromptPolicy
 from streamdiff.errors import ConfigError, RequestError
 
 BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
@@ -28,11 +28,25 @@ _Values = Annotated[dict[_Name, _Value], Field(max_length=64)]
 
 
 @dataclass(frozen=True)
+class LoraChange:
+    """A LoRA of `model.lora_dir` as in `SetLora`; a log has its label, `name@digest`, in place of the name."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=300)]
+    """of its file, without .safetensors"""
+    scale: Annotated[float, Field(ge=0, le=MAX_LORA_SCALE)] | None = 1.0
+    """null: it is taken out"""
+    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = 1
+    """chunks over which the scale changes"""
+
+
+@dataclass(frozen=True)
 class TimedChange:
     """What changes at chunk `at`, or, until `placed` says at which, after `seconds`. `prompt`, with `switch` (None:
-    what suits the model), `over` and `along`, and `steps` as in the commands of these names. `controls` are held from
-    then on, `taps` only for the chunk's first latent frame (of some controls: for all of it). `loop`: at this chunk
-    everything begins again."""
+    what suits the model), `over` and `along`, `steps` and `lora` as in the commands of these names. `controls` are
+    held from then on, `taps` only for the chunk's first latent frame (of some controls: for all of it). `loop`: at this
+    chunk everything begins again."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -47,6 +61,7 @@ class TimedChange:
     """chunks over which the prompt comes"""
     along: Literal["line", "sphere"] = "line"
     steps: Annotated[int, Field(ge=1, le=1000)] | None = None
+    lora: LoraChange | None = None
     controls: _Values = field(default_factory=dict)
     """held from then on, by name"""
     taps: _Values = field(default_factory=dict)
@@ -54,13 +69,21 @@ class TimedChange:
     loop: bool = False
     """everything begins again here; alone, in the last one"""
 
+    def __post_init__(self) -> None:
+        """The LoRA as an object, also one that came as JSON."""
+        given: object = self.lora
+        if isinstance(given, dict):
+            object.__setattr__(self, "lora", LoraChange(**given))
+
 
 _CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChange], Field(max_length=MAX_CHANGES)])
 
 
 def timeline_schema() -> dict[str, Any]:
     """JSON schema of a timeline."""
-    items = _CHANGES.json_schema()["$defs"]["TimedChange"]
+    kinds = _CHANGES.json_schema()["$defs"]
+    items = kinds["TimedChange"]
+    items["properties"]["lora"]["anyOf"][0] = kinds["LoraChange"]
     return {"type": "array", "maxItems": MAX_CHANGES, "items": items}
 
 
@@ -77,7 +100,7 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
         RequestError: for the first that cannot; `field` is its place and the field.
     """
     for index, each in enumerate(changes):
-        others = each.prompt is not None or each.steps is not None or each.controls or each.taps
+        others = each.prompt is not None or each.steps is not None or each.lora or each.controls or each.taps
         for name, wrong, why in (
             (
                 "at",
@@ -87,7 +110,7 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
             ("loop", each.loop and (others or index < len(changes) - 1), "is alone, in the last change of all"),
             ("loop", each.loop and not (each.at or each.seconds), "is at a later chunk than the first"),
             ("loop", each.loop and index == 0, "has nothing before it that could begin again"),
-            ("prompt", not (others or each.loop), "is missing, and so are steps, controls, taps and loop: give one"),
+            ("prompt", not (others or each.loop), "is missing; give it, or steps, lora, controls, taps or loop"),
             ("switch", each.switch == "reset", "cannot be reset: that would begin the timeline again"),
             ("over", each.over > 1 and each.prompt is None, "is for a prompt; give one"),
         ):

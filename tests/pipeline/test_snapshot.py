@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_by_name(snapshot: Snapshot, model: Model, 
     "metadata",
     [
         None, {"kind": "streamdiff session", "format": "1", "header": "{}"},
-        {"kind": "streamdiff session", "format": "2", "header": "{"},
+        {"kind": "streamdiff session", "format": "3", "header": "{"},
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_snapshot_is_refused(metadata: dict[str, str] | None, tmp_path: Path) -> None:

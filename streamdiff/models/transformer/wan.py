@@ -25,6 +25,7 @@ from streamdiff.models.camera import camera_channels
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
+from streamdiff.models.transformer.lora import Branch, RowLora, add_branches
 from streamdiff.models.transformer.rope import gelu, multiply_add
 from streamdiff.session_state.fields import session_state
 
@@ -87,10 +88,11 @@ class FoldedPatchEmbedding(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """A block's modules, and its `fused` weights where there are any."""
+    """A block's modules, its `fused` weights where there are any, and the LoRAs that rows of a forward have."""
 
     block: WanTransformerBlock
     fused: Fused | None
+    branches: tuple[Branch, ...] = ()
 
 
 class BlockSource(Protocol):
@@ -230,15 +232,17 @@ class WanDenoiser:
         """TokenStates of a chunk of (F, h, w) latent pixels."""
         return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
 
-    def text(self, embeddings: Tensor) -> list[KeyValue]:
+    def text(self, embeddings: Tensor, loras: Sequence[RowLora] = ()) -> list[KeyValue]:
         """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`, or for a
-        picture's features of a model that has these in their place."""
+        picture's features of a model that has these in their place; `loras` are the rows'."""
         embedder = self.model.condition_embedder
         context: Tensor = (embedder.image_embedder or embedder.text_embedder)(embeddings)
         result = []
         for layer in range(len(self.blocks)):
-            cross = self.weights(layer).block.attn2
-            key, value = cross.norm_k(cross.to_k(context)), cross.to_v(context)
+            block, _, branches = self.weights(layer, loras)
+            cross = block.attn2
+            key = cross.norm_k(add_branches(branches, "attn2.to_k", context, cross.to_k(context)))
+            value = add_branches(branches, "attn2.to_v", context, cross.to_v(context))
             result.append(KeyValue(self._split(key), self._split(value)))
         return result
 
@@ -342,16 +346,17 @@ class WanDenoiser:
         self_attention: SelfAttention,
         act: Act | None = None,
         camera: Tensor | None = None,
+        loras: Sequence[RowLora] = (),
     ) -> TokenStates:
         """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
-        block is made here, None: there is none, or `text` has it.
+        block is made here, None: there is none, or `text` has it. `loras` are the rows', whose `text` has them.
 
         What a block computes reads nothing of its own but from arguments, so that one compiled graph does for all.
         """
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden, attend = tokens.hidden, self.attend
         for layer, own in zip(range(len(self.blocks)), text, strict=True):
-            weights = self.weights(layer)
+            weights = self.weights(layer, loras)
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
             own_act = None if act is None else partial(act, layer)
             own = own if camera is None else self.steered(weights, own, camera)
@@ -367,11 +372,14 @@ class WanDenoiser:
         """The same over keys and values in pieces, whose results are put together by `merge`."""
         return attention_backend.attention_over_segments(self.attention, merge)
 
-    def weights(self, layer: int) -> BlockWeights:
-        """Weights of a block, valid until the next call."""
+    def weights(self, layer: int, loras: Sequence[RowLora] = ()) -> BlockWeights:
+        """Weights of a block, with its part of the rows' `loras`; valid until the next call."""
         if self.block_source is not None:
-            return self.block_source.weights(layer)
-        return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
+            own = self.block_source.weights(layer)
+        else:
+            own = BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
+        parts = tuple(Branch(first, end, blocks[layer], scale) for first, end, blocks, scale in loras)
+        return own._replace(branches=parts) if parts else own
 
     def output_layer(self, tokens: TokenStates, grid: tuple[int, int, int]) -> Tensor:
         """TokenStates to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
@@ -404,10 +412,10 @@ class WanDenoiser:
         self, weights: BlockWeights, hidden: Tensor, modulation: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A block up to its self-attention: queries, keys and values `[R, L, H, d]`, not rotated."""
-        block, fused = weights
+        block, fused, branches = weights
         shift, scale, _, _, _, _ = modulation.unbind(2)
         normal = _modulate(_norm(block.norm1, hidden), shift, scale, hidden.dtype)
-        query, key, value = _query_key_value(block.attn1, fused, normal)
+        query, key, value = _query_key_value(block.attn1, fused, normal, branches)
         return self._split(query), self._split(key), self._split(value)
 
     def after_attention(
@@ -416,21 +424,25 @@ class WanDenoiser:
     ) -> Tensor:  # fmt: skip
         """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
         as of `run_blocks`."""
-        block = weights.block
+        block, _, branches = weights
         _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
-        hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
+        mixed = mixed.flatten(2)
+        hidden = _gated(hidden, add_branches(branches, "attn1.to_out.0", mixed, block.attn1.to_out[0](mixed)), gate)
         if isinstance(text, SteeredText):
             hidden = torch.addcmul(text.shift, hidden, text.scale)
 
         cross = block.attn2
-        query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
-        hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+        normal = _norm(block.norm2, hidden)
+        query = self._split(cross.norm_q(add_branches(branches, "attn2.to_q", normal, cross.to_q(normal))))
+        mixed = attend(query, text.key, text.value).flatten(2)
+        hidden = hidden + add_branches(branches, "attn2.to_out.0", mixed, cross.to_out[0](mixed))
         if act is not None:
             hidden = act(block, hidden)
 
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
-        return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+        wide = gelu(add_branches(branches, "ffn.net.0.proj", normal, widen.proj(normal)))
+        return _gated(hidden, add_branches(branches, "ffn.net.2", wide, narrow(wide)), ff_gate)
 
 
 def concat_rows(texts: Sequence[BlockText]) -> BlockText:
@@ -470,11 +482,16 @@ def block_modulation(table: Tensor, modulation: Tensor) -> Tensor:
     return own
 
 
-def _query_key_value(own: Any, fused: Fused | None, normal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _query_key_value(
+    own: Any, fused: Fused | None, normal: Tensor, branches: Sequence[Branch]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normalised, and values of self-attention `own`, all `[R, L, D]`."""
     if fused is None:
-        return own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
-    query, key, value = F.linear(normal, *fused).chunk(3, -1)
+        query, key, value = own.to_q(normal), own.to_k(normal), own.to_v(normal)
+    else:
+        query, key, value = F.linear(normal, *fused).chunk(3, -1)
+    for name, each in zip(("to_q", "to_k", "to_v") if branches else (), (query, key, value), strict=False):
+        add_branches(branches, f"attn1.{name}", normal, each)
     return own.norm_q(query), own.norm_k(key), value
 
 

@@ -23,7 +23,7 @@ Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
 ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
 
 
-_CHANGES = ("strength", "adaptive", "fps", "steps", "prompt", "seed", "image")
+_CHANGES = ("strength", "adaptive", "fps", "steps", "lora", "prompt", "seed", "image")
 """Fields of a `SessionChange` that change something."""
 _FIT_WITH_IMAGE: dict[str, Any] = {"fit": {"required": ["image"], "properties": {"image": {"type": "string"}}}}
 
@@ -77,6 +77,7 @@ class SessionChange(Body):
     fps: Fps | None = None
     steps: Steps | None = None
     """from the next chunk on"""
+    lora: control.LoraSetting | None = None
     prompt: Prompt | None = None
     """from the next chunk on"""
     switch: PromptPolicy | None = None
@@ -144,6 +145,10 @@ class SessionInfo(Answer):
     steps_known: list[int]
     """those that `steps` may be changed to; empty: unknown"""
     kv_context: str
+    loras: dict[str, float]
+    """scales of the LoRAs that it has, by name"""
+    loras_known: list[str]
+    """names of those that `lora` may load"""
     fps: float
     """frames shown per second"""
     asked_fps: float
@@ -335,6 +340,8 @@ def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = 
         for name, value in settings.items()
         if value is not None
     ]
+    if change.lora is not None:
+        messages.append(control.LoraMessage(type="lora", **change.lora.model_dump()))
     if change.prompt is not None:
         messages.append(control.PromptMessage(type="prompt", prompt=change.prompt, switch=change.switch))
     if change.image is not None:

@@ -16,7 +16,7 @@ import psutil
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from streamdiff.core import PromptPolicy, control_values
+from streamdiff.core import MAX_LORA_SCALE, PromptPolicy, control_values
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.timeline import MAX_BLEND_CHUNKS
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
@@ -131,6 +131,20 @@ class StepsMessage(ChangeMessage):
     steps: Steps
 
 
+class LoraSetting(Body):
+    """A LoRA of the server's folder, from the next chunk on."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200, description="of its file, without .safetensors")]
+    scale: Annotated[float, Field(ge=0, le=MAX_LORA_SCALE)] | None = Field(1.0, description="null: it is taken out")
+    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = Field(1, description="chunks over which it gets there")
+
+
+class LoraMessage(LoraSetting, ChangeMessage):
+    """Have a LoRA of the server's folder (`loras` in the state), from the next chunk on; others stay as they are."""
+
+    type: Literal["lora"]
+
+
 class StrengthMessage(ChangeMessage):
     """Mix so much noise with the video that feeds the session."""
 
@@ -193,6 +207,7 @@ ControlMessage = (
     | ResetMessage
     | StepsMessage
     | StrengthMessage
+    | LoraMessage
     | ControlsMessage
     | FpsMessage
     | AdaptiveMessage
@@ -401,6 +416,11 @@ class Receipt:
         """The id that the peer gave its message."""
         return self.control.id
 
+    @property
+    def about(self) -> str:
+        """What it changes: a later request for the same replaces it."""
+        return f"lora {self.control.name}" if isinstance(self.control, LoraMessage) else self.control.type
+
     def at(self, stage: Stage, now_s: float, **more: Any) -> Receipt:
         """The receipt of a stage that is reached now."""
         return replace(self, stage=stage, lag_s=max(0.0, now_s - self.begun_s), **more)
@@ -523,11 +543,11 @@ class RequestTracker:
     def _is_replaced(self, request: Receipt, epoch: int | None = None) -> bool:
         """Whether a later request, of those up to `epoch`, replaced this one, which was accepted: one of the same
         kind, or a reset a prompt. Requests of other kinds do not affect each other."""
-        mine, kind = request.epoch or 0, request.control.type
+        mine, kind = request.epoch or 0, request.about
         return kind != "control" and any(
             other.epoch is not None
             and mine < other.epoch
             and (epoch is None or other.epoch <= epoch)
-            and (other.control.type == kind or (kind, other.control.type) == ("prompt", "reset"))
+            and (other.about == kind or (kind, other.control.type) == ("prompt", "reset"))
             for other in self._open.values()
         )

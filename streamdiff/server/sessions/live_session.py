@@ -140,6 +140,8 @@ class LiveSession:
         """The video that feeds it."""
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
         """Noise that is mixed with that; and the controls that are held."""
+        self.loras: dict[str, float] | None = None
+        """Scales of LoRAs by name; None: the engine has not said."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
 
     @property
@@ -194,7 +196,14 @@ class LiveSession:
         given = self.features.fields() if snapshot is None else {}
         self.resets += snapshot is None
         opening = messages.Open(
-            self.id, *how, image=self.image, active=not self.idle, request=OPENING, snapshot=snapshot, **given
+            self.id,
+            *how,
+            image=self.image,
+            active=not self.idle,
+            request=OPENING,
+            snapshot=snapshot,
+            loras=self.loras,
+            **given,
         )
         await self._send(opening)
         if self.paused and snapshot is None:
@@ -316,7 +325,7 @@ class LiveSession:
                 self._count_made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
                 self.engine, self.place, self.epoch = EngineStatus(), "device", event.epoch
-                self.begins_with_image = event.image
+                self.begins_with_image, self.loras = event.image, event.loras
                 self.playback.progressed.set()
                 self._settle(OPENING, None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
@@ -364,6 +373,9 @@ class LiveSession:
                 self.steps = self._sent_steps
             case control.StrengthMessage(strength=strength):
                 self.strength = strength
+            case control.LoraMessage(name=name, scale=scale):
+                others = {each: own for each, own in (self.loras or {}).items() if each != name}
+                self.loras = others if scale is None else {**others, name: scale}
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
             self.prompt = self.prompt if event.request else event.text  # of the timeline
@@ -464,6 +476,8 @@ class LiveSession:
                     await self._set_paused(False)
             case control.StepsMessage(steps=steps):
                 await self._send_steps(self.limit.steps_of(steps), request)
+            case control.LoraMessage(name=name, scale=scale, over=over):
+                await self._send(messages.SetLora(self.id, name, scale, over, request))
             case control.StrengthMessage(strength=strength):
                 await self._send(messages.SetInput(self.id, strength, request))
             case _:
@@ -629,6 +643,8 @@ class LiveSession:
             "asked_fps": demand.fps,
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
+            "loras": self.loras or {},
+            "loras_known": list(self._ready.loras),
             "controls": [asdict(each) for each in self._ready.controls],
             "wheel": self.wheel.state(),
             "native_fps": self._ready.native_fps,

@@ -183,11 +183,6 @@ class MessageLayout:
             body += message.update.values()
         return [int(message.kind), *body, *[0] * (self.record_length - 1 - len(body))]
 
-    def read(self, record: Sequence[int], buffer: Tensor) -> tuple[int, StageMessage]:
-        """Sequence number and content of a message; its tensors are views of `buffer`."""
-        sequence, kind, rows, update = self.parse(record)
-        return sequence, StageMessage(kind, rows, update, self.views(buffer, kind, len(rows)))
-
     def parse(self, record: Sequence[int]) -> tuple[int, MessageKind, tuple[MicroStep, ...], SessionUpdate | None]:
         """What a record says: the sequence number, and the fields of a message without its tensors."""
         kind = MessageKind(record[0])

@@ -307,12 +307,13 @@ def run(job: ReferenceJob) -> int:
             space = plan.config.latent_space
             decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
-        writer = None
+        write = None
         if job.latents_out is not None:
             facts = {"model": job.model.name, "kv_context": job.model.kv_context}
             about = {**NORMALISED, **facts, "timesteps": str(reference.schedule.timesteps)}
-            writer = stack.enter_context(tensor_file.writing(job.latents_out, "latents", spec.chunk_shape, about))
-        chunks = _written(run_reference(ring, reference, check), writer, bar)
+            shape = reference.chunks, *spec.chunk_shape
+            write = stack.enter_context(tensor_file.writing(job.latents_out, "latents", shape, about))
+        chunks = _written(run_reference(ring, reference, check), write, bar)
         if decoder is not None and job.output is not None:
             files.write_video(job.output, _frames(chunks, decoder), job.fps or spec.native_fps)
         else:
@@ -352,12 +353,12 @@ def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[Ring, Callable[[], None
 
 
 def _written(
-    chunks: Iterator[tuple[Tensor, bool]], writer: tensor_file.TensorWriter | None, bar: tqdm[NoReturn]
+    chunks: Iterator[tuple[Tensor, bool]], write: Callable[[Tensor], None] | None, bar: tqdm[NoReturn]
 ) -> Iterator[tuple[Tensor, bool]]:
-    """`chunks` (see `run_reference`) as they come, written and counted. Mutates: writer, bar."""
+    """`chunks` (see `run_reference`) as they come, each given to `write`, and counted. Mutates: bar."""
     for latents, begins in chunks:
-        if writer is not None:
-            writer.add(latents)
+        if write is not None:
+            write(latents)
         yield latents, begins
         bar.update()
 

@@ -383,7 +383,7 @@ def _case(each: gpu_forecast.Expected) -> str:
 
 def _comparison_tree(found: gpu_forecast.Comparison) -> dict[str, object]:
     ring = found.one_gpu.ring
-    best = {"one": found.best("alone"), "sessions": found.best("asked"), "many": found.best("crowd")}
+    best = {kind: found.best(kind) for kind in found.one_gpu.expected}
     return {
         "model": ring.sizes.spec.name,
         "kv_context": ring.load.kv_context,
@@ -405,9 +405,9 @@ def _case_tree(case: gpu_forecast.Case, found: gpu_forecast.Comparison) -> dict[
         "decode": case.decode,
         "forward_s": case.forward_s,
         "times_one_gpu": found.one_gpu.forward_s / case.forward_s,
-        "one_session": asdict(case.expected["alone"]),
-        "sessions": asdict(case.expected["asked"]),
-        "as_many_as_fit": asdict(case.expected["crowd"]),
+        "one_session": asdict(case.expected["one"]),
+        "sessions": asdict(case.expected["sessions"]),
+        "as_many_as_fit": asdict(case.expected["many"]),
         "sessions_that_fit": case.sessions_that_fit,
         "rank_bytes": case.rank_bytes,
     }
@@ -427,9 +427,9 @@ def _comparison_text(found: gpu_forecast.Comparison) -> Iterator[str]:
     yield from aligned(rows)
     yield ""
     for count in counts:
-        yield f"best for {counted(count, 'session')}: {best_words(found, 'alone' if count == 1 else 'asked')}"
-    if found.best("crowd") is not None:
-        yield f"best for as many as fit: {best_words(found, 'crowd')}"
+        yield f"best for {counted(count, 'session')}: {best_words(found, 'one' if count == 1 else 'sessions')}"
+    if found.best("many") is not None:
+        yield f"best for as many as fit: {best_words(found, 'many')}"
     yield f"rates: {ring.gpu.source}"
 
 
@@ -439,7 +439,7 @@ def _case_row(case: gpu_forecast.Case, found: gpu_forecast.Comparison, counts: l
     columns = (
         f"{each.frames_per_s:.3g}, {each.latency_s:.2g} s, {each.first_chunk_s:.2g} s"
         + ("" if each.fits else ", does not fit")
-        for each in (case.expected["alone" if count == 1 else "asked"] for count in counts)
+        for each in (case.expected["one" if count == 1 else "sessions"] for count in counts)
     )
     memory = f"{high} GB" if low == high else f"{low} to {high} GB"
     return case.parallel, case.decode, forward, *columns, memory, str(case.sessions_that_fit)
@@ -462,7 +462,6 @@ def best_words(found: gpu_forecast.Comparison, kind: gpu_forecast.Kind) -> str:
 
 # ---- serve --gpus ----------------------------------------------------------------------------------------------
 
-_KINDS: dict[str, gpu_forecast.Kind] = {"one": "alone", "many": "crowd"}
 _NAMES = """
 import json, torch
 print(json.dumps([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]))
@@ -513,7 +512,7 @@ def with_best(config: Config, wanted: ServeJob, here: Callable[[], Sequence[str]
         decode_rank=model.decode_rank if has_place else "auto",
         dtype=None if model.dtype == "auto" else model.dtype,
     )
-    found, kind = compare(model, job), _KINDS[wanted.goal or "one"]
+    found, kind = compare(model, job), wanted.goal or "one"
     if (best := found.best(kind)) is None:
         raise ConfigError(
             f"{model.name} does not fit on {found.machine}, however they are used; streamdiff plan --gpu {gpu.name} "

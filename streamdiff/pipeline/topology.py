@@ -36,10 +36,6 @@ OnEdge = Callable[[str, int], None]
 """Progress callback: takes the phase of the start that comes next, and the edge in it; see `start_progress`."""
 
 
-def _ignore(phase: str, edge: int) -> None:
-    """No-op `OnEdge`."""
-
-
 _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
 
 
@@ -84,7 +80,7 @@ class StageTopology:
 
 
 def connect_stage(
-    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
+    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = lambda phase, edge: None
 ) -> RingParts:
     """A rank's stage, and what leads from it. `model` has its blocks only. With `nccl` all ranks of the default group,
     which is one of gloo, call this or `join_edges`; it returns when all have, and `on_edge` is called with the next

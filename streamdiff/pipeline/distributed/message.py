@@ -187,7 +187,7 @@ class MessageLayout:
         """What a record says: the sequence number, and the fields of a message without its tensors."""
         kind = MessageKind(record[0])
         if kind is MessageKind.ROWS:
-            sequence, rows = unpack(record[1 : 1 + record_length(self.max_rows)], self.max_rows)
+            sequence, rows = unpack(record[1:])
             return sequence, kind, tuple(rows), None
         return record[1], kind, (), SessionUpdate.of(record[2 : 2 + UPDATE_LENGTH])
 

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from types import EllipsisType
@@ -126,7 +127,7 @@ class StreamSession:
         self._failure = ""
         self._frames.clear()
         self._made = 0
-        self._ask(opening, "")
+        self._ask(opening)
 
     def replay(self, log: Log | Path | str, image: Image | None = None, fit: str = "cover") -> None:
         """End the stream, and play that of a log again, a file or one that was read: the same latents, on the same
@@ -148,7 +149,7 @@ class StreamSession:
         if self.text != header.prompt:
             why = f"the log's prompt {header.prompt[:60]!r} is read as {self.text[:60]!r} by this version"
             raise RequestError("prompt", why, "model")
-        self._ask(messages.SetTimeline(_NAME, log.changes, "log", 0, as_read=True), "log")
+        self._ask(messages.SetTimeline(_NAME, log.changes, "", 0, as_read=True), "log")
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -189,8 +190,8 @@ class StreamSession:
             RequestError: a prompt that cannot be used or encoded; the stream continues as before.
         """
         switch = switch or self._switch
-        request = f"{'reset' if switch == 'reset' else 'prompt'} {next(self._numbers)}"
-        accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch, over=over, along=along), request)
+        command = messages.SetPrompt(_NAME, text, "", switch, over=over, along=along)
+        accepted = self._ask(command, "reset" if switch == "reset" else "prompt")
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
@@ -203,8 +204,7 @@ class StreamSession:
         Raises:
             RequestError: no such file, one that does not fit the model, or too many (`max_loras`).
         """
-        request = f"lora {next(self._numbers)}"
-        self._ask(messages.SetLora(_NAME, name, scale, over, request), request)
+        self._ask(messages.SetLora(_NAME, name, scale, over), "lora")
 
     def set_steps(self, number: int) -> None:
         """Change the denoise steps per chunk, of those the model has: fewer are less work. The first chunk that has
@@ -213,8 +213,7 @@ class StreamSession:
         Raises:
             RequestError: a number that the model does not have, which the error names.
         """
-        request = f"steps {next(self._numbers)}"
-        self._ask(messages.SetSteps(_NAME, number, request), request)
+        self._ask(messages.SetSteps(_NAME, number), "steps")
 
     def control(self, **values: float) -> None:
         """Hold controls, by name (`controls`): an axis from -1 to 1, a button 0 or 1; 0 lets it go, others stay as they
@@ -224,8 +223,7 @@ class StreamSession:
         Raises:
             RequestError: a control that the model does not have, or a value that it cannot take.
         """
-        request = f"control {next(self._numbers)}"
-        self._ask(messages.SetControls(_NAME, values, request), request)
+        self._ask(messages.SetControls(_NAME, values), "control")
 
     def timeline(self, changes: Sequence[Mapping[str, Any] | TimedChange], *, fps: float | None = None) -> None:
         """Let changes come by themselves: a list of `{"at": chunk, ...}` or `{"seconds": s, ...}` (docs/replay.md),
@@ -235,9 +233,8 @@ class StreamSession:
         Raises:
             RequestError: no such list, or a change that the model cannot do.
         """
-        request = f"timeline {next(self._numbers)}"
         placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
-        self._ask(messages.SetTimeline(_NAME, placed_changes, request, None if self._made else 0), request)
+        self._ask(messages.SetTimeline(_NAME, placed_changes, "", None if self._made else 0), "timeline")
 
     def log(self) -> bytes:
         """What has steered the stream since it began or was reset, as a file of JSON lines, which `streamdiff generate
@@ -256,8 +253,7 @@ class StreamSession:
             RequestError: a seed out of range, or a picture that cannot be used.
         """
         begin = None if image is ... else self._fitted(image, fit)
-        request = f"reset {next(self._numbers)}"
-        self._ask(messages.Reset(_NAME, seed, request, begin, no_image=image is None), request)
+        self._ask(messages.Reset(_NAME, seed, "", begin, no_image=image is None), "reset")
 
     def video(self, strength: float | None = messages.DEFAULT_STRENGTH) -> None:
         """Let the next chunks start from the video that `feed` brings, with noise of level `strength` mixed in: near 0
@@ -270,8 +266,8 @@ class StreamSession:
         Raises:
             RequestError: a strength out of range, or a model that encodes no video.
         """
-        request, self._video_fault = f"video {next(self._numbers)}", ""
-        self._ask(messages.SetInput(_NAME, strength, request), request)
+        self._video_fault = ""
+        self._ask(messages.SetInput(_NAME, strength), "video")
         self._takes_video = strength is not None
 
     def feed(self, frames: Frame, fit: str = "cover") -> None:
@@ -330,7 +326,7 @@ class StreamSession:
         # A server's snapshot has none of the frames that were made and not shown.
         pictures, made = Snapshot.from_bytes(data).pictures, read_saved_session(data).made_frames
         shown = made - len(pictures)
-        self._ask(messages.Open(_NAME, "", snapshot=data, made_frames=made, shown_frames=shown), "")
+        self._ask(messages.Open(_NAME, "", snapshot=data, made_frames=made, shown_frames=shown))
         self._frames.extend(pictures)
         self._made = made
         self._tell(messages.SetPaused(_NAME, False))
@@ -360,10 +356,11 @@ class StreamSession:
             self._check_open()
             self._take(self._engine.handle(command))
 
-    def _ask(self, command: messages.Command, request: str) -> messages.Accepted | messages.Opened:
-        """Send a command, and wait for its answer without making frames: how long that takes does not change from which
-        chunk on it holds. Raises RequestError where it is refused."""
-        self._tell(command)
+    def _ask(self, command: Any, kind: str = "") -> messages.Accepted | messages.Opened:
+        """Send a command as a request of this kind, and wait for its answer without making frames: how long that takes
+        does not change from which chunk on it holds. Raises RequestError where it is refused."""
+        request = f"{kind} {next(self._numbers)}" if kind else ""
+        self._tell(replace(command, request=request))
         while True:
             with self._lock:
                 self._check_open()

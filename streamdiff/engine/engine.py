@@ -347,8 +347,8 @@ class Engine:
         return []
 
     def _labels(self, command: StreamCommand, session: Session | None) -> tuple[str, ...]:
-        """Names or labels of the LoRAs that have to be read for a request. Raises RequestError where they cannot be, or
-        what is asked of them."""
+        """Names or labels of the LoRAs that have to be read for a request. Raises RequestError for a scale out of
+        range."""
         match command:
             case SetLora(name=name, scale=scale):
                 check_lora(command)
@@ -362,11 +362,6 @@ class Engine:
                 names = {each.lora.name: None for each in changes if each.lora is not None}
             case _:
                 names = {}
-        for label in names:
-            if self._pipeline.loras is None:
-                why = "no LoRA is loaded while it plays: model.lora_dir and model.max_loras are not set"
-                raise RequestError("lora", f"lora is {split_label(label)[0][:60]!r}, but {why}", "lora")
-            self._pipeline.loras.check(label)
         return tuple(names)
 
     def _take(self, slot: int, loras: Sequence[LoadedLora]) -> dict[str, int]:

@@ -283,12 +283,14 @@ class Saved(StreamEvent):
 @dataclass(frozen=True)
 class Accepted(StreamEvent):
     """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
-    prompt as the model is given it, empty where the request says nothing of it."""
+    prompt as the model is given it, empty where the request says nothing of it; `loras` as of `Opened`, None: as
+    before."""
 
     request: str
     epoch: int
     text: str
     notice: str = ""
+    loras: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,9 @@ class PromptQueue:
             start, features = self._encode_picture(request.image[0])
             made = made._replace(start=start, image_features=features)
             made = made if features is None else made._replace(conditioning=features)
-        if pending.loras and (folder := self._pipeline.loras) is not None:
+        if pending.loras:
+            if (folder := self._pipeline.loras) is None:
+                raise RequestError("lora", "LoRAs are loaded where model.lora_dir and model.max_loras are set", "lora")
             made = made._replace(loras=tuple(map(folder.read, pending.loras)))
         if pending.text and made.conditioning is None:
             made = made._replace(conditioning=self.encode_text(pending.text))

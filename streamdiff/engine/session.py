@@ -182,8 +182,8 @@ class Session:
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
         self._set_frame_credit()
-        loras = {self.name_of(lora): scale for lora, scale in self.loras.items()}
-        return [Opened(self.name, self.epoch, self.text, notice, switches, self.start is not None, loras)]
+        about = notice, switches, self.start is not None, self._named_loras
+        return [Opened(self.name, self.epoch, self.text, *about)]
 
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
@@ -248,7 +248,11 @@ class Session:
         else:
             scale = self.loras[lora] = exact_scale(scale)
         self._change(f"lora {lora}", (lora, scale, over))
-        return [Accepted(self.name, request, self.epoch, "")]
+        return [Accepted(self.name, request, self.epoch, "", loras=self._named_loras)]
+
+    @property
+    def _named_loras(self) -> dict[str, float]:
+        return {self.name_of(lora): scale for lora, scale in self.loras.items()}
 
     def lora_called(self, name: str) -> int | None:
         """The id of the session's LoRA of that name; None: it has none."""
@@ -262,8 +266,7 @@ class Session:
 
     def resume_loras(self, scales: Mapping[int, float | None]) -> None:
         """After `resume_at`: have these LoRAs, where those of the snapshot are at other scales. Mutates: self."""
-        if self._pipeline.loras is not None:
-            self._scales = dict(self._pipeline.sampler.sessions[self.slot].latest_loras)
+        self._scales = dict(self._pipeline.sampler.sessions[self.slot].latest_loras)
         self.loras = dict(self._scales)
         for lora, scale in scales.items():
             if scale != self._scales.get(lora):
@@ -272,8 +275,6 @@ class Session:
     @property
     def _in_flight(self) -> set[int]:
         """Ids of the LoRAs that its chunks have, also those in flight."""
-        if self._pipeline.loras is None:
-            return set()
         return {lora for own in self._pipeline.sampler.sessions[self.slot].loras.values() for lora in own}
 
     def label(self, lora: int) -> str:
@@ -366,7 +367,7 @@ class Session:
             self.encoded = change.prompt, conditioning
             events += self.set_prompt(change.prompt, "", "", change.switch or "keep", False, change.over, change.along)
         if (own := change.lora) is not None and (own.scale is not None or lora_id(own.name) in self.loras):
-            self.set_lora(lora_id(own.name), own.scale, own.over, "")
+            events += self.set_lora(lora_id(own.name), own.scale, own.over, "")
         if change.steps is not None:
             ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
             self.set_steps(change.steps, ahead, "")
@@ -489,8 +490,8 @@ class Session:
         self._scales = dict(self.loras)
         before, next_chunk = self.log, self._pipeline.next_chunk(self.slot)
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
-        more = {"loras": dict(self._scales)} if self._pipeline.loras is not None else {}
-        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start, **more)
+        begin = {"start": self.start, "loras": dict(self._scales)}
+        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, **begin)
         self._pipeline.set_paused(self.slot, self._paused)
         self.begins()
         self.log.begin_with(chunk := self._pipeline.next_chunk(self.slot), before, next_chunk)

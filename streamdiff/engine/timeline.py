@@ -27,17 +27,22 @@ _Value = Annotated[float, Field(ge=-1, le=1)]
 _Values = Annotated[dict[_Name, _Value], Field(max_length=64)]
 
 
+LoraName = Annotated[str, Field(min_length=1, max_length=300)]
+LoraScale = Annotated[float, Field(ge=0, le=MAX_LORA_SCALE)] | None
+Over = Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)]
+
+
 @dataclass(frozen=True)
 class LoraChange:
     """A LoRA of `model.lora_dir` as in `SetLora`; a log has its label, `name@digest`, in place of the name."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    name: Annotated[str, Field(min_length=1, max_length=300)]
+    name: LoraName
     """of its file, without .safetensors"""
-    scale: Annotated[float, Field(ge=0, le=MAX_LORA_SCALE)] | None = 1.0
+    scale: LoraScale = 1.0
     """null: it is taken out"""
-    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = 1
+    over: Over = 1
     """chunks over which the scale changes"""
 
 
@@ -57,7 +62,7 @@ class TimedChange:
     prompt: Annotated[str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*$")] | None = None
     switch: PromptPolicy | None = None
     """what the prompt does to the past, but `reset`; left out: what suits the model"""
-    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = 1
+    over: Over = 1
     """chunks over which the prompt comes"""
     along: Literal["line", "sphere"] = "line"
     steps: Annotated[int, Field(ge=1, le=1000)] | None = None

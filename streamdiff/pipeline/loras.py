@@ -64,12 +64,6 @@ class LoraFolder:
         """Of the files that are there now."""
         return tuple(sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}") if path.is_file()))
 
-    def check(self, label: str) -> None:
-        """Raises RequestError unless a file is there for a name or a label."""
-        name, known = split_label(label)[0], self.names
-        if name not in known:
-            raise RequestError("lora", f"lora is {name[:60]!r}; model.lora_dir has {some(known) or 'none'}", "lora")
-
     def read(self, label: str) -> LoadedLora:
         """The LoRA of a name, or of the `label` of one that must have that content. From any thread.
 
@@ -77,8 +71,9 @@ class LoraFolder:
             RequestError: there is none, it is being written, does not fit the model or has more than low-rank changes
                 of the blocks' linear layers.
         """
-        self.check(label)
-        name, wanted = split_label(label)
+        (name, wanted), known = split_label(label), self.names
+        if name not in known:
+            raise RequestError("lora", f"lora is {name[:60]!r}; model.lora_dir has {some(known) or 'none'}", "lora")
         path = self._folder / f"{name}{SUFFIX}"
         try:
             before = _version(path)

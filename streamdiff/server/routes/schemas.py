@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -9,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from streamdiff.core import Control, KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
+from streamdiff.engine.timeline import LoraChange
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
@@ -77,7 +79,7 @@ class SessionChange(Body):
     fps: Fps | None = None
     steps: Steps | None = None
     """from the next chunk on"""
-    lora: control.LoraSetting | None = None
+    lora: LoraChange | None = None
     prompt: Prompt | None = None
     """from the next chunk on"""
     switch: PromptPolicy | None = None
@@ -345,7 +347,7 @@ def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = 
         if value is not None
     ]
     if change.lora is not None:
-        messages.append(control.LoraMessage(type="lora", **change.lora.model_dump()))
+        messages.append(control.LoraMessage(type="lora", **asdict(change.lora)))
     if change.prompt is not None:
         messages.append(control.PromptMessage(type="prompt", prompt=change.prompt, switch=change.switch))
     if change.image is not None:

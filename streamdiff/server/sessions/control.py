@@ -16,9 +16,9 @@ import psutil
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from streamdiff.core import MAX_LORA_SCALE, PromptPolicy, control_values
+from streamdiff.core import PromptPolicy, control_values
 from streamdiff.engine.messages import Pictures, Ready
-from streamdiff.engine.timeline import MAX_BLEND_CHUNKS
+from streamdiff.engine.timeline import LoraName, LoraScale, Over
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 from streamdiff.errors import RequestError
 from streamdiff.server.load import LoadLimit, ViewerDemand
@@ -105,7 +105,7 @@ class PromptMessage(ChangeMessage):
     type: Literal["prompt"]
     prompt: Prompt
     switch: PromptPolicy | None = Field(None, description="what it does to the past; left out: what suits the model")
-    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = Field(1, description="chunks over which it comes")
+    over: Over = Field(1, description="chunks over which it comes")
     along: Literal["line", "sphere"] = Field("line", description="how embeddings are mixed meanwhile")
 
 
@@ -131,18 +131,13 @@ class StepsMessage(ChangeMessage):
     steps: Steps
 
 
-class LoraSetting(Body):
-    """A LoRA of the server's folder, from the next chunk on."""
-
-    name: Annotated[str, Field(min_length=1, max_length=200, description="of its file, without .safetensors")]
-    scale: Annotated[float, Field(ge=0, le=MAX_LORA_SCALE)] | None = Field(1.0, description="null: it is taken out")
-    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = Field(1, description="chunks over which it gets there")
-
-
-class LoraMessage(LoraSetting, ChangeMessage):
-    """Have a LoRA of the server's folder (`loras` in the state), from the next chunk on; others stay as they are."""
+class LoraMessage(ChangeMessage):
+    """Have a LoRA of the server (`loras_known` in the state), from the next chunk on; others stay as they are."""
 
     type: Literal["lora"]
+    name: LoraName
+    scale: LoraScale = Field(1.0, description="null: it is taken out")
+    over: Over = Field(1, description="chunks over which the scale changes")
 
 
 class StrengthMessage(ChangeMessage):

@@ -373,9 +373,7 @@ class LiveSession:
                 self.steps = self._sent_steps
             case control.StrengthMessage(strength=strength):
                 self.strength = strength
-            case control.LoraMessage(name=name, scale=scale):
-                others = {each: own for each, own in (self.loras or {}).items() if each != name}
-                self.loras = others if scale is None else {**others, name: scale}
+        self.loras = self.loras if event.loras is None else event.loras
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
             self.prompt = self.prompt if event.request else event.text  # of the timeline

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo, control_values
@@ -53,6 +54,7 @@ class FakePipeline:
     info: ModelInfo
     text: Any
     loras: Any = None
+    sampler = SimpleNamespace(sessions=defaultdict(lambda: SimpleNamespace(loras={}, latest_loras={})))
     encodings = 0
     inputs: tuple[int, ...] = ()
     savings: tuple[int, ...] = ()
@@ -106,7 +108,9 @@ class FakePipeline:
         if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
 
-    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep") -> None:
+    def set_conditioning(
+        self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep", loras: Any = None
+    ) -> None:
         stream = self.streams[session]
         stream.paint, stream.epoch, stream.switch = conditioning, epoch, switch
         self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
@@ -149,7 +153,16 @@ class FakePipeline:
         self.streams[session].steps, self.streams[session].epoch = steps, epoch  # a chunk in flight keeps its own
         self.calls.append(("set_steps", session, steps, epoch))
 
-    def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int, start: Pictures | None = None) -> None:
+    def reset(
+        self,
+        session: int,
+        conditioning: Any,
+        *,
+        seed: int,
+        epoch: int,
+        start: Pictures | None = None,
+        loras: Any = None,
+    ) -> None:
         old = self.streams[session]
         new = FakeStream(conditioning, seed, epoch, old.steps, old.kv_context, start, old.video, switch="reset")
         new.credit, new.paused = old.credit, old.paused

@@ -310,11 +310,11 @@ class Engine:
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
             case SetLora(name=name, scale=scale, over=over):
-                found = self._take(slot, pending.made.loras).get(name, session.lora_called(name))
-                if found is None:
-                    has = ", ".join(map(session.name_of, session.loras)) or "none"
+                known = session.lora_names | self._take(slot, pending.made.loras)
+                if name not in known:
+                    has = ", ".join(known) or "none"
                     raise RequestError("lora", f"lora is {name[:60]!r}; the session has {has}", "lora")
-                return session.set_lora(found, scale, over, request.request)
+                return session.set_lora(known[name], scale, over, request.request)
             case messages.SetInput():
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
@@ -352,26 +352,20 @@ class Engine:
         match command:
             case SetLora(name=name, scale=scale):
                 check_lora(command)
-                has = session is not None and session.lora_called(name) is not None
-                names = {} if has or scale is None else {name: None}
+                return () if scale is None or (session and name in session.lora_names) else (name,)
             case Open(loras=loras, snapshot=snapshot):
                 for name, scale in (loras or {}).items():
                     check_lora(SetLora("", name, scale))
-                names = dict.fromkeys([*(read_saved_session(snapshot).loras if snapshot else ()), *(loras or ())])
+                return (*(read_saved_session(snapshot).loras if snapshot else ()), *(loras or ()))
             case messages.SetTimeline(changes=changes):
-                names = {each.lora.name: None for each in changes if each.lora is not None}
-            case _:
-                names = {}
-        return tuple(names)
+                return tuple({each.lora.name for each in changes if each.lora is not None})
+        return ()
 
     def _take(self, slot: int, loras: Sequence[LoadedLora]) -> dict[str, int]:
         """Have LoRAs that were read loaded on all ranks, for a session in `slot`; their ids by name. Raises
         RequestError where they are too many."""
-        used = self._used_loras() | {each.id for each in loras}
-        for each in loras:
-            assert self._pipeline.loras is not None, "it has read them"
-            self._pipeline.loras.take(each, slot, used)
-        return {each.name: each.id for each in loras}
+        folder = self._pipeline.loras
+        return {} if folder is None or not loras else folder.take(loras, slot, self._used_loras())
 
     def _used_loras(self) -> set[int]:
         """Ids of those that sessions have, or chunks in flight."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES, ModelInfo
-from streamdiff.engine.timeline import TimedChange
+from streamdiff.engine.timeline import CHANGES, TimedChange
 
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
@@ -181,8 +181,7 @@ class SetTimeline(StreamCommand):
 
     def __post_init__(self) -> None:
         """Changes as objects, also those that came as JSON."""
-        made = (each if isinstance(each, TimedChange) else TimedChange(**each) for each in self.changes)
-        object.__setattr__(self, "changes", tuple(made))
+        object.__setattr__(self, "changes", tuple(CHANGES.validate_python(list(self.changes))))
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,11 @@ class Session:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
         assert not self.changes, "apply_pending comes first"
         epoch, made, shown = self.epoch - self._epoch_shift, self._made_frames, self._shown_frames
+        in_flight = [lora for own in self._pipeline.sampler.sessions[self.slot].loras.values() for lora in own]
         return {
             "text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown,
             "blending": self._blend is not None,
-            "loras": {self.label(lora): self.loras.get(lora) for lora in sorted({*self.loras, *self._in_flight})},
+            "loras": {self.label(lora): self.loras.get(lora) for lora in sorted({*self.loras, *in_flight})},
         }  # fmt: skip
 
     def resume_at(self, saved: SavedStream, chunk: int, oldest_epoch: int, epoch: int, paused: bool) -> None:
@@ -247,16 +248,17 @@ class Session:
             del self.loras[lora]
         else:
             scale = self.loras[lora] = exact_scale(scale)
-        self._change(f"lora {lora}", (lora, scale, over))
+        self._change(f"lora {lora}", (lora, self.label(lora), scale, over))
         return [Accepted(self.name, request, self.epoch, "", loras=self._named_loras)]
 
     @property
     def _named_loras(self) -> dict[str, float]:
-        return {self.name_of(lora): scale for lora, scale in self.loras.items()}
+        return {name: self.loras[lora] for name, lora in self.lora_names.items()}
 
-    def lora_called(self, name: str) -> int | None:
-        """The id of the session's LoRA of that name; None: it has none."""
-        return next((lora for lora in self.loras if self.name_of(lora) == name), None)
+    @property
+    def lora_names(self) -> dict[str, int]:
+        """Ids of its LoRAs by name."""
+        return {split_label(self.label(lora))[0]: lora for lora in self.loras}
 
     @property
     def all_loras(self) -> set[int]:
@@ -272,18 +274,10 @@ class Session:
             if scale != self._scales.get(lora):
                 self.set_lora(lora, scale, 1, "")
 
-    @property
-    def _in_flight(self) -> set[int]:
-        """Ids of the LoRAs that its chunks have, also those in flight."""
-        return {lora for own in self._pipeline.sampler.sessions[self.slot].loras.values() for lora in own}
-
     def label(self, lora: int) -> str:
         """The label of a LoRA that is loaded."""
         assert self._pipeline.loras is not None, "there is one"
-        return self._pipeline.loras.loaded[lora].label
-
-    def name_of(self, lora: int) -> str:
-        return split_label(self.label(lora))[0]
+        return self._pipeline.loras.loaded[lora]
 
     def set_input(self, strength: float | None, request: str) -> list[Event]:
         """Accept an input, or its strength, or its end; `apply_pending` gives it to the pipeline, unless a later one
@@ -422,9 +416,9 @@ class Session:
                 self.log.add(chunk, prompt=value.text, switch=value.switch, **how)
                 self._blend_on(epoch)
             elif renew is not None:
-                lora, scale, over = value
+                lora, label, scale, over = value
                 self._fades[lora] = Fade(self._scales.get(lora, 0.0), scale, over)
-                self._log_lora(chunk, lora, scale, over)
+                self.log.add(chunk, lora={"name": label, "scale": scale, "over": over})
             elif kind == "steps":
                 self.steps = value
                 self.log.add(chunk, steps=value)
@@ -453,25 +447,21 @@ class Session:
             else:
                 switch, self._blend = blend.switch, None
         self._given = self.conditioning if self._given is None else self._given
-        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch, **self._faded(chunk))
+        loras = self._faded(chunk)
+        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch, loras=loras)
 
-    def _faded(self, chunk: int) -> dict[str, Any]:
-        """The scales of LoRAs for `chunk`, as the pipeline takes them; empty where none changes. Mutates: self."""
-        before = dict(self._scales)
+    def _faded(self, chunk: int) -> dict[int, float]:
+        """The scales of LoRAs for `chunk`. Mutates: self."""
         for lora, fade in list(self._fades.items()):
             fade.share += fade.chunk != chunk
-            fade.chunk, scale = chunk, fade.scale
-            if scale is None:
+            fade.chunk = chunk
+            if (scale := fade.scale) is None:
                 self._scales.pop(lora, None)
             else:
                 self._scales[lora] = scale
             if fade.share >= fade.over:
                 del self._fades[lora]
-        return {"loras": dict(self._scales)} if self._scales != before else {}
-
-    def _log_lora(self, chunk: int, lora: int, scale: float | None, over: int = 1) -> None:
-        how = {"over": over} if over > 1 else {}
-        self.log.add(chunk, lora={"name": self.label(lora), "scale": scale, **how})
+        return dict(self._scales)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -483,20 +473,21 @@ class Session:
         self.chunk = -1
         self._oldest_epoch = self.epoch
         self._shown_frames = self._made_frames
-        self._pending.pop("prompt", None)
+        # It begins with what blends and fades lead to.
+        self._pending = {kind: each for kind, each in self._pending.items() if kind in ("steps", "input")}
         self._blend = None
-        self.apply_pending()
-        self._fades.clear()  # a stream begins with what they lead to
+        self._fades.clear()
         self._scales = dict(self.loras)
+        self.apply_pending()
         before, next_chunk = self.log, self._pipeline.next_chunk(self.slot)
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
-        begin = {"start": self.start, "loras": dict(self._scales)}
-        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, **begin)
+        how = {"start": self.start, "loras": dict(self._scales)}
+        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, **how)
         self._pipeline.set_paused(self.slot, self._paused)
         self.begins()
         self.log.begin_with(chunk := self._pipeline.next_chunk(self.slot), before, next_chunk)
         for lora, scale in self._scales.items():
-            self._log_lora(chunk, lora, scale)
+            self.log.add(chunk, lora={"name": self.label(lora), "scale": scale})
         if self._timeline is not None:
             self._timeline = replace(self._timeline, begin=0, place=0)
         self._wait()

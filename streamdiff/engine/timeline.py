@@ -20,7 +20,7 @@ from streamdiff.core import MAX_LORA_SCALE, PromptPolicy
 from streamdiff.errors import ConfigError, RequestError
 
 BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
-MAX_CHANGES = 10_000
+MAXCHANGES = 10_000
 _LONGEST_S, _MOST = 366 * 24 * 3600, 2**40
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _Value = Annotated[float, Field(ge=-1, le=1)]
@@ -74,22 +74,16 @@ class TimedChange:
     loop: bool = False
     """everything begins again here; alone, in the last one"""
 
-    def __post_init__(self) -> None:
-        """The LoRA as an object, also one that came as JSON."""
-        given: object = self.lora
-        if isinstance(given, dict):
-            object.__setattr__(self, "lora", LoraChange(**given))
 
-
-_CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChange], Field(max_length=MAX_CHANGES)])
+CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChange], Field(max_length=MAXCHANGES)])
 
 
 def timeline_schema() -> dict[str, Any]:
     """JSON schema of a timeline."""
-    kinds = _CHANGES.json_schema()["$defs"]
+    kinds = CHANGES.json_schema()["$defs"]
     items = kinds["TimedChange"]
     items["properties"]["lora"]["anyOf"][0] = kinds["LoraChange"]
-    return {"type": "array", "maxItems": MAX_CHANGES, "items": items}
+    return {"type": "array", "maxItems": MAXCHANGES, "items": items}
 
 
 def explained(error: ValidationError) -> tuple[str, str]:
@@ -127,7 +121,7 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
 def parse_timeline(value: object) -> tuple[TimedChange, ...]:
     """A timeline of a JSON value. Raises RequestError: it is none."""
     try:
-        changes = _CHANGES.validate_python(value)
+        changes = CHANGES.validate_python(value)
     except ValidationError as error:
         name, why = explained(error)
         raise RequestError(name, f"the timeline cannot be read: {name or 'the list'}: {why}", "timeline") from None

@@ -4,45 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamdiff.core import MOST_LORAS, lora_id, split_label
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.spec import Lora
-from streamdiff.models.transformer.lora import LAYERS
+from streamdiff.models.transformer.lora import LAYERS, BlockFactors
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import open_lora
 from streamdiff.models.weight_files import some
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
 from streamdiff.pipeline.distributed.state_exchange import lora_key, stage_key
+from streamdiff.session_state import walk
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.ring import Ring
 
 SUFFIX = ".safetensors"
+_VERSION = attrgetter("st_ino", "st_size", "st_mtime_ns")
 
 
-@dataclass(frozen=True)
-class LoadedLora:
+class LoadedLora(NamedTuple):
     """A LoRA that was read, by its `label` (`core.split_label`); and, if it was not loaded already, what each stage has
-    of it, by block and layer."""
+    of it, block by block."""
 
     label: str
-    parts: Sequence[dict[str, Tensor]] = ()
-
-    @property
-    def id(self) -> int:
-        return lora_id(self.label)
-
-    @property
-    def name(self) -> str:
-        """Of its file, without the suffix."""
-        return split_label(self.label)[0]
+    parts: Sequence[Sequence[BlockFactors]] = ()
 
 
 class LoraFolder:
@@ -55,9 +44,8 @@ class LoraFolder:
             raise ConfigError(f"model.lora_dir is {folder}, which is no folder", field="model.lora_dir")
         self._ring, self._folder, self.most, self._runs = ring, folder, min(most, MOST_LORAS), runs
         self._shapes = _shapes(ring.stage.denoiser, runs[-1][1])
-        self.loaded: dict[int, LoadedLora] = {}
-        """By id, those of which the ranks have their parts."""
-        self._digests: dict[tuple[str, int, int, int], str] = {}  # of versions of files that were read
+        self.loaded: dict[int, str] = {}
+        """Labels, by id, of those that the ranks have."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,66 +64,63 @@ class LoraFolder:
             raise RequestError("lora", f"lora is {name[:60]!r}; model.lora_dir has {some(known) or 'none'}", "lora")
         path = self._folder / f"{name}{SUFFIX}"
         try:
-            before = _version(path)
-            if (digest := self._digests.get(before, "")) == "":
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            before = _VERSION(path.stat())
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
             found = LoadedLora(f"{name}@{digest}")
-            if found.id not in self.loaded:
-                found = replace(found, parts=self._parts(path))
-            after = _version(path)
+            if lora_id(found.label) not in self.loaded:
+                found = found._replace(parts=self._parts(path))
+            after = _VERSION(path.stat())
         except (ConfigError, OSError) as error:
             raise RequestError("lora", f"lora {name!r} cannot be used: {error}", "lora") from None
         if before != after:
             raise RequestError("lora", f"lora {name!r} is being replaced; ask again when its file is whole", "lora")
-        self._digests[before] = digest
         if wanted and wanted != digest:
             why = f"lora {name!r} has the digest {digest[:16]} here, but {wanted[:16]} is asked for: another content"
             raise RequestError("lora", why, "lora")
         return found
 
-    def _parts(self, path: Path) -> list[dict[str, Tensor]]:
-        """What each stage has of a file, by block of its own and layer. Raises ConfigError."""
+    def _parts(self, path: Path) -> list[list[BlockFactors]]:
+        """What each stage has of a file. Raises ConfigError."""
         adapter, dtype = open_lora(Lora(path), self._shapes), self._ring.stage.denoiser.dtype
-        layers = {f"blocks.{block}.{layer}.weight" for block in range(self._runs[-1][1]) for layer in LAYERS}
+        names = [{layer: f"blocks.{at}.{layer}.weight" for layer in LAYERS} for at in range(self._runs[-1][1])]
+        layers = {name for own in names for name in own.values()}
         if more := [name for name, (parts, _) in adapter.changes.items() if name not in layers or "diff" in parts]:
             raise ConfigError(
                 f"{adapter.checkpoint}: it changes more than the blocks' linear layers, by more than two factors "
                 f"({some(more)}); merge it at the start (model.lora)"
             )
-        found: list[dict[str, Tensor]] = []
-        for first, end in self._runs:
-            own: dict[str, Tensor] = {}
-            for block in range(first, end):
-                for layer in LAYERS:
-                    if (name := f"blocks.{block}.{layer}.weight") in adapter.changes:
-                        pair = adapter.factors(name, torch.device("cpu"), dtype)
-                        own |= {f"{block - first}.{layer}.{half}": each for half, each in pair._asdict().items()}
-            found.append(own)
-        return found
+        blocks: list[BlockFactors] = [
+            {layer: adapter.factors(name, walk.CPU, dtype) for layer, name in own.items() if name in adapter.changes}
+            for own in names
+        ]
+        return [blocks[first:end] for first, end in self._runs]
 
-    def take(self, lora: LoadedLora, session: int, used: Collection[int]) -> None:
-        """Have all ranks load a LoRA for a session, if they have not; one that is not among those `used` makes room.
-        Mutates: self, ring.
+    def take(self, loras: Sequence[LoadedLora], session: int, used: Collection[int]) -> dict[str, int]:
+        """Have all ranks load LoRAs for a session, unless they have; those that are not among these or `used` make
+        room. Returns their ids by name. Mutates: self, ring.
 
         Raises:
-            RequestError: as many as may be are in use.
+            RequestError: as many as may be are in use; none is loaded then.
         """
-        if lora.id in self.loaded:
-            return
-        if len(self.loaded) >= self.most:
-            idle = next((each for each in self.loaded if each not in used), None)
-            if idle is None:
-                names = ", ".join(each.name for each in self.loaded.values())
-                why = f"lora {lora.name!r} is one too many: {names} are in use, and model.max_loras is {self.most}"
-                raise RequestError("lora", f"{why}; take one out first", "lora")
-            self.drop(idle, session)
-        ring, exchange = self._ring, self._ring.stage.exchange
-        for stage, part in enumerate(lora.parts):
-            for share in range(ring.stage.shares):
-                exchange.put(lora_key(stage_key(stage, share), lora.id), (part, None))
-        self.loaded[lora.id] = LoadedLora(lora.label)
-        ring.tell(MessageKind.LORA, SessionUpdate(session, lora.id, saved=True))
+        ids = {split_label(each.label)[0]: lora_id(each.label) for each in loras}
+        new = {lora_id(each.label): each for each in loras if lora_id(each.label) not in self.loaded}
+        idle = [each for each in self.loaded if each not in used and each not in ids.values()]
+        if (over := len(self.loaded) + len(new) - self.most) > len(idle) or not all(
+            each.parts for each in new.values()
+        ):
+            names = ", ".join(split_label(each)[0] for each in self.loaded.values()) or "none"
+            why = f"lora {', '.join(ids)} is one too many: {names} are loaded, and model.max_loras is {self.most}"
+            raise RequestError("lora", f"{why}; take one out first, or ask again", "lora")
+        for each in idle[: max(0, over)]:
+            self.drop(each, session)
+        for number, lora in new.items():
+            for stage, part in enumerate(lora.parts):
+                for share in range(self._ring.stage.shares):
+                    self._ring.stage.exchange.put(lora_key(stage_key(stage, share), number), walk.save(part))
+            self.loaded[number] = lora.label
+            self._ring.tell(MessageKind.LORA, SessionUpdate(session, number, saved=True))
+        return ids
 
     def drop(self, lora: int, session: int) -> None:
         """Have all ranks forget a LoRA that is in no use. Mutates: self, ring."""
@@ -143,17 +128,8 @@ class LoraFolder:
             self._ring.tell(MessageKind.LORA, SessionUpdate(session, lora))
 
 
-def _version(path: Path) -> tuple[str, int, int, int]:
-    """What differs where a file is another one, or has changed."""
-    found = path.stat()
-    return path.name, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _shapes(denoiser: WanDenoiser, blocks: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of a model of so many blocks, which are alike."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, tensor in denoiser.model.state_dict().items():
-        begin, block, rest = name.partition("blocks.0.")
-        numbers = range(blocks) if block and not begin else range(not name.startswith("blocks."))
-        found |= {f"blocks.{number}.{rest}" if block else name: tuple(tensor.shape) for number in numbers}
-    return found
+    own = {name: tuple(each.shape) for name, each in denoiser.model.state_dict().items()}
+    first = {name.removeprefix("blocks.0."): shape for name, shape in own.items() if name.startswith("blocks.0.")}
+    return own | {f"blocks.{block}.{name}": shape for block in range(blocks) for name, shape in first.items()}

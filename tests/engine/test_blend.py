@@ -32,9 +32,9 @@ class Played:
         self.frames: list[Any] = []
         give = self.pipeline.set_conditioning
 
-        def set_conditioning(session: int, conditioning: torch.Tensor, *, epoch: int, switch: str = "keep") -> None:
-            self.given.append((self.pipeline.next_chunk(session), conditioning, switch))
-            give(session, conditioning, epoch=epoch, switch=switch)
+        def set_conditioning(session: int, conditioning: torch.Tensor, **how: Any) -> None:
+            self.given.append((self.pipeline.next_chunk(session), conditioning, how["switch"]))
+            give(session, conditioning, **how)
 
         self.pipeline.set_conditioning = set_conditioning  # type: ignore[method-assign]
         self.tell(Open("s", "" if snapshot else RED, 3, kv_context=kv_context, snapshot=snapshot))

@@ -95,7 +95,7 @@ class Played:
         give = self.pipeline.set_conditioning
 
         def set_conditioning(session: int, conditioning: torch.Tensor, **how: Any) -> None:
-            self.given += [(self.pipeline.next_chunk(session), how["loras"])] if "loras" in how else []
+            self.given.append((self.pipeline.next_chunk(session), how["loras"]))
             give(session, conditioning, **how)
 
         self.pipeline.sample, self.pipeline.set_conditioning = kept, set_conditioning  # type: ignore[method-assign]
@@ -251,7 +251,7 @@ def test_what_cannot_be_is_refused_by_name_and_the_session_stays_as_it_was(folde
     assert same(played.play(CHUNKS, "s"), alone(folder, {"x": 1.0}))
     played.tell(messages.Open("t", RED, 3, loras={"y": 1.0}))
     one_more = messages.SetLora("s", "z", 1.0, 1, "r")
-    assert "x, y are in use, and model.max_loras is 2" in played.refusal(one_more)[1]
+    assert "x, y are loaded, and model.max_loras is 2" in played.refusal(one_more)[1]
     played.tell(messages.Close("t"))
     assert isinstance(played.tell(one_more), messages.Accepted), "one that nobody uses makes room"
     played.engine.close()

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamdiff.session_state.fields import session_state
+
 LAYERS = (
     *(f"attn{number}.{name}" for number in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
     "ffn.net.0.proj",
@@ -19,6 +21,7 @@ LAYERS = (
 """Those of a block that can have a branch, by diffusers' names."""
 
 
+@session_state("factors")
 class Factors(NamedTuple):
     """A branch of one layer: `down` `[rank, inputs]` and `up` `[outputs, rank]`, whose product is added at scale 1."""
 
@@ -30,17 +33,8 @@ BlockFactors = Mapping[str, Factors]
 """The branches of a block, by layer (LAYERS)."""
 
 
-class RowLora(NamedTuple):
-    """A LoRA of rows `first` to `end` (exclusive) of a forward: `blocks` are its branches, block by block."""
-
-    first: int
-    end: int
-    blocks: Sequence[BlockFactors]
-    scale: float
-
-
 class Branch(NamedTuple):
-    """`RowLora` of one block."""
+    """A LoRA of rows `first` to `end` (exclusive) of a forward, in one block."""
 
     first: int
     end: int

@@ -25,7 +25,7 @@ from streamdiff.models.camera import camera_channels
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
-from streamdiff.models.transformer.lora import Branch, RowLora, add_branches
+from streamdiff.models.transformer.lora import Branch, add_branches
 from streamdiff.models.transformer.rope import gelu, multiply_add
 from streamdiff.session_state.fields import session_state
 
@@ -92,7 +92,7 @@ class BlockWeights(NamedTuple):
 
     block: WanTransformerBlock
     fused: Fused | None
-    branches: tuple[Branch, ...] = ()
+    branches: Sequence[Branch] = ()
 
 
 class BlockSource(Protocol):
@@ -232,17 +232,16 @@ class WanDenoiser:
         """TokenStates of a chunk of (F, h, w) latent pixels."""
         return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
 
-    def text(self, embeddings: Tensor, loras: Sequence[RowLora] = ()) -> list[KeyValue]:
+    def text(self, embeddings: Tensor, branches: Sequence[Sequence[Branch]] = ()) -> list[KeyValue]:
         """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`, or for a
-        picture's features of a model that has these in their place; `loras` are the rows'."""
+        picture's features of a model that has these in their place; `branches` are the rows', block by block."""
         embedder = self.model.condition_embedder
         context: Tensor = (embedder.image_embedder or embedder.text_embedder)(embeddings)
         result = []
         for layer in range(len(self.blocks)):
-            block, _, branches = self.weights(layer, loras)
-            cross = block.attn2
-            key = cross.norm_k(add_branches(branches, "attn2.to_k", context, cross.to_k(context)))
-            value = add_branches(branches, "attn2.to_v", context, cross.to_v(context))
+            cross, own = self.weights(layer).block.attn2, branches[layer] if branches else ()
+            key = cross.norm_k(add_branches(own, "attn2.to_k", context, cross.to_k(context)))
+            value = add_branches(own, "attn2.to_v", context, cross.to_v(context))
             result.append(KeyValue(self._split(key), self._split(value)))
         return result
 
@@ -346,17 +345,19 @@ class WanDenoiser:
         self_attention: SelfAttention,
         act: Act | None = None,
         camera: Tensor | None = None,
-        loras: Sequence[RowLora] = (),
+        branches: Sequence[Sequence[Branch]] = (),
     ) -> TokenStates:
         """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
-        block is made here, None: there is none, or `text` has it. `loras` are the rows', whose `text` has them.
+        block is made here, None: there is none, or `text` has it. `branches` are the rows', block by
+        block; `text` has its own.
 
         What a block computes reads nothing of its own but from arguments, so that one compiled graph does for all.
         """
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden, attend = tokens.hidden, self.attend
         for layer, own in zip(range(len(self.blocks)), text, strict=True):
-            weights = self.weights(layer, loras)
+            weights = self.weights(layer)
+            weights = weights._replace(branches=branches[layer]) if branches else weights
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
             own_act = None if act is None else partial(act, layer)
             own = own if camera is None else self.steered(weights, own, camera)
@@ -372,14 +373,11 @@ class WanDenoiser:
         """The same over keys and values in pieces, whose results are put together by `merge`."""
         return attention_backend.attention_over_segments(self.attention, merge)
 
-    def weights(self, layer: int, loras: Sequence[RowLora] = ()) -> BlockWeights:
-        """Weights of a block, with its part of the rows' `loras`; valid until the next call."""
+    def weights(self, layer: int) -> BlockWeights:
+        """Weights of a block, valid until the next call."""
         if self.block_source is not None:
-            own = self.block_source.weights(layer)
-        else:
-            own = BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
-        parts = tuple(Branch(first, end, blocks[layer], scale) for first, end, blocks, scale in loras)
-        return own._replace(branches=parts) if parts else own
+            return self.block_source.weights(layer)
+        return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
 
     def output_layer(self, tokens: TokenStates, grid: tuple[int, int, int]) -> Tensor:
         """TokenStates to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""

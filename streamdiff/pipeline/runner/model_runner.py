@@ -19,7 +19,7 @@ from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.actions import ACTION_MODEL, frame_factors
-from streamdiff.models.transformer.lora import BlockFactors, Factors, RowLora
+from streamdiff.models.transformer.lora import BlockFactors, Branch
 from streamdiff.models.transformer.wan import KeyValue, SelfAttention, SteeredText, TokenStates, concat_rows
 from streamdiff.models.transformer.weights import weights_digest
 from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
@@ -250,26 +250,18 @@ class ModelRunner:
     ) -> None:  # fmt: skip
         """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `visible_from_chunk` but
         the sink, and have `loras` at these scales; epochs before `oldest` are dropped. Mutates: self."""
-        kept, own = self.sessions[session], dict(loras or {})
-        branches = self._branches(0, 1, own)
+        kept, branches = self.sessions[session], self._branches([loras]) if loras else ()
         kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype), branches)
         kept.visible_from_chunk[epoch] = visible_from_chunk
-        if own:
-            kept.loras[epoch] = own
+        if loras:
+            kept.loras[epoch] = dict(loras)
         kept.forget_epochs(oldest)
 
     def set_lora(self, lora: int, there: bool) -> None:
         """Take a LoRA from the exchange, or drop it. Mutates: self."""
-        if not there:
-            self.loras.pop(lora, None)
-            return
-        tensors, _ = self.exchange.take(lora_key(self.exchange_key, lora))
-        blocks: list[dict[str, Factors]] = [{} for _ in self.denoiser.blocks]
-        for name in dict.fromkeys(key.rpartition(".")[0] for key in tensors):
-            block, _, layer = name.partition(".")
-            pair = (tensors[f"{name}.{each}"].to(self.device, self.denoiser.dtype) for each in Factors._fields)
-            blocks[int(block)][layer] = Factors(*pair)
-        self.loras[lora] = list(blocks)
+        self.loras.pop(lora, None)
+        if there:
+            self.loras[lora] = walk.restored(*self.exchange.take(lora_key(self.exchange_key, lora)), self.device)
 
     @torch.inference_mode()
     def set_steps(self, session: int, epoch: int, steps: int, oldest: int) -> None:
@@ -322,8 +314,8 @@ class ModelRunner:
         for index, row in enumerate(rows):
             metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
         texts, camera = self._block_texts(rows, given)
-        loras = self._row_loras(rows) if self.loras else []
-        plain = self.compiled is None or camera is not None or loras
+        branches = self._branches([self.sessions[row.session].loras.get(row.epoch, {}) for row in rows])
+        plain = camera is not None or branches
         done = self.compiled.run(given, texts, metadata) if self.compiled is not None and not plain else None
         if done is None:
             text = map(concat_rows, zip(*texts, strict=True))  # layer by layer: what cameras do is large
@@ -332,7 +324,7 @@ class ModelRunner:
                 attention = partial(shared_attention, self.group, attention)
             entered = self.enter(given)
             act = None if self.spec.actions is None else partial(self._act, self._action_rows(rows, metadata), entered)
-            done = self.leave(self.denoiser.run_blocks(entered, text, attention, act, camera, loras))
+            done = self.leave(self.denoiser.run_blocks(entered, text, attention, act, camera, branches))
         for row in rows:
             if row.clean or (row.last and self.sessions[row.session].same_step):
                 self.sessions[row.session].steered.pop((row.chunk, row.epoch), None)
@@ -340,17 +332,19 @@ class ModelRunner:
                 self._share(row)
         return done
 
-    def _row_loras(self, rows: Sequence[MicroStep]) -> list[RowLora]:
-        """The LoRAs of rows: those next to each other that have the same at the same scale go together."""
-        found, first = list[RowLora](), 0
-        for own, group in groupby(self.sessions[row.session].loras.get(row.epoch, {}) for row in rows):
+    def _branches(self, rows: Sequence[Mapping[int, float]]) -> list[list[Branch]]:
+        """What the LoRAs of rows, scales by id, are to each block; empty where none has any. Rows next to each other
+        that have the same go together."""
+        found, first = list[tuple[int, int, int, float]](), 0
+        for own, group in groupby(rows if self.loras else ()):
             end = first + sum(1 for _ in group)
-            found += self._branches(first, end, own)
+            found += [(first, end, lora, scale) for lora, scale in own.items() if scale]
             first = end
-        return found
-
-    def _branches(self, first: int, end: int, loras: Mapping[int, float]) -> list[RowLora]:
-        return [RowLora(first, end, self.loras[each], scale) for each, scale in loras.items() if scale]
+        layers = range(len(self.denoiser.blocks) if found else 0)
+        return [
+            [Branch(first, end, self.loras[lora][layer], scale) for first, end, lora, scale in found]
+            for layer in layers
+        ]
 
     def _block_texts(self, rows: Sequence[MicroStep], given: Tensors) -> tuple[Texts, Tensor | None]:
         """Of each row what its blocks are given beside hidden states; and the rows' camera embedding `[R, L, D]`, where

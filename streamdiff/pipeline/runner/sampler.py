@@ -225,7 +225,8 @@ class SamplerState:
     def set_loras(self, epoch: int, loras: Mapping[int, float], oldest: int) -> None:
         """Chunks from `epoch` on have these; `oldest` is the oldest in flight. Mutates: self."""
         first = max((each for each in self.loras if each <= oldest), default=oldest)
-        self.loras = {each: own for each, own in self.loras.items() if each >= first} | {epoch: dict(loras)}
+        kept = {each: own for each, own in self.loras.items() if each >= first and any(self.loras.values())}
+        self.loras = {**kept, epoch: dict(loras)} if kept or loras else {}
 
     def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk for as long as a later one may see it. Mutates: self."""

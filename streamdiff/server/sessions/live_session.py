@@ -138,10 +138,8 @@ class LiveSession:
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
         self.input: VideoInput | None = None
         """The video that feeds it."""
-        self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
-        """Noise that is mixed with that; and the controls that are held."""
-        self.loras: dict[str, float] | None = None
-        """Scales of LoRAs by name; None: the engine has not said."""
+        self.strength, self.steering, self.loras = DEFAULT_STRENGTH, Steering(id, send), dict[str, float]()
+        """Noise that is mixed with that; the controls that are held; scales of LoRAs, by name."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
 
     @property
@@ -193,17 +191,11 @@ class LiveSession:
             text = self.prompt = self._config.session.prompt  # that of the snapshot it was opened from were features
         past = (self.epoch + 1, playback.made_frames, playback.passed_frames)
         how = (text, self.seed, self.steps, self.kv_context, playback.ahead_frames, *past)
-        given = self.features.fields() if snapshot is None else {}
+        given: dict[str, Any] = {"loras": self.loras if self.epoch >= 0 else None}  # else what the snapshot has
+        given |= self.features.fields() if snapshot is None else {}
         self.resets += snapshot is None
         opening = messages.Open(
-            self.id,
-            *how,
-            image=self.image,
-            active=not self.idle,
-            request=OPENING,
-            snapshot=snapshot,
-            loras=self.loras,
-            **given,
+            self.id, *how, image=self.image, active=not self.idle, request=OPENING, snapshot=snapshot, **given
         )
         await self._send(opening)
         if self.paused and snapshot is None:
@@ -625,7 +617,7 @@ class LiveSession:
         """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""
         fmt, demand = self.playback.format, self._demand
         fps = self.limit.fps_of(demand.fps)
-        names = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context", "steps")
+        names = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context", "steps", "loras")
         return {
             "type": "state",
             "session": self.id,
@@ -642,7 +634,6 @@ class LiveSession:
             "asked_fps": demand.fps,
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
-            "loras": self.loras or {},
             "loras_known": list(self._ready.loras),
             "controls": [asdict(each) for each in self._ready.controls],
             "wheel": self.wheel.state(),

@@ -53,7 +53,7 @@ class FakePipeline:
 
     info: ModelInfo
     text: Any
-    loras: Any = None
+    loras = SimpleNamespace(names=())
     sampler = SimpleNamespace(sessions=defaultdict(lambda: SimpleNamespace(loras={}, latest_loras={})))
     encodings = 0
     inputs: tuple[int, ...] = ()

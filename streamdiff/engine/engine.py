@@ -74,8 +74,7 @@ class Engine:
             chunk_compute_s=pipeline.figures.chunk_compute_s(),
             max_sessions=pipeline.figures.max_sessions(),
             max_swapped_sessions=pipeline.figures.max_swapped_sessions(),
-            loras=() if pipeline.loras is None else pipeline.loras.names,
-            max_loras=0 if pipeline.loras is None else pipeline.loras.most,
+            loras=pipeline.loras.names,
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -269,12 +268,10 @@ class Engine:
             check_begin(command, self._pipeline.info)
             pending = PendingRequest(command, self._text_to_encode(session))
         elif isinstance(command, SetLora | messages.SetTimeline):
-            text = self._text_to_encode(session) if isinstance(command, SetLora) else ""
-            pending = PendingRequest(command, text, loras=self._labels(command, session))
+            pending = PendingRequest(command, self._text_to_encode(session), loras=self._labels(command, session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        waits = opening or isinstance(command, SetPrompt | Reset) or pending.loras or pending.text
-        if isinstance(command, SetLora) and command.session in self._prompt_queue:
-            waits = True  # it may be of a LoRA that is being read
+        behind = isinstance(command, SetLora) and command.session in self._prompt_queue  # which may be reading it
+        waits = opening or behind or isinstance(command, SetPrompt | Reset) or pending.loras or pending.text
         return self._wait(pending) if waits else self._carry_out(pending)
 
     def _carry_out(self, pending: PendingRequest) -> list[Event]:
@@ -312,8 +309,8 @@ class Engine:
             case SetLora(name=name, scale=scale, over=over):
                 known = session.lora_names | self._take(slot, pending.made.loras)
                 if name not in known:
-                    has = ", ".join(known) or "none"
-                    raise RequestError("lora", f"lora is {name[:60]!r}; the session has {has}", "lora")
+                    why = f"lora is {name[:60]!r}; the session has {', '.join(known) or 'none'}"
+                    raise RequestError("lora", why, "lora")
                 return session.set_lora(known[name], scale, over, request.request)
             case messages.SetInput():
                 self._pipeline.video.check_input(request.strength)
@@ -354,8 +351,6 @@ class Engine:
                 check_lora(command)
                 return () if scale is None or (session and name in session.lora_names) else (name,)
             case Open(loras=loras, snapshot=snapshot):
-                for name, scale in (loras or {}).items():
-                    check_lora(SetLora("", name, scale))
                 return (*(read_saved_session(snapshot).loras if snapshot else ()), *(loras or ()))
             case messages.SetTimeline(changes=changes):
                 return tuple({each.lora.name for each in changes if each.lora is not None})
@@ -364,8 +359,7 @@ class Engine:
     def _take(self, slot: int, loras: Sequence[LoadedLora]) -> dict[str, int]:
         """Have LoRAs that were read loaded on all ranks, for a session in `slot`; their ids by name. Raises
         RequestError where they are too many."""
-        folder = self._pipeline.loras
-        return {} if folder is None or not loras else folder.take(loras, slot, self._used_loras())
+        return self._pipeline.loras.take(loras, slot, self._used_loras()) if loras else {}
 
     def _used_loras(self) -> set[int]:
         """Ids of those that sessions have, or chunks in flight."""
@@ -469,9 +463,8 @@ class Engine:
             dropped = [*self._resting.forget(session), *dropped]
             self._next_epoch[session.slot] = session.epoch + 1
             self._pipeline.close_session(session.slot)
-            if reason and (folder := self._pipeline.loras) is not None:  # a rank may not have been able to load one
-                for lora in session.all_loras - self._used_loras():
-                    folder.drop(lora, session.slot)
+            for lora in session.all_loras - self._used_loras() if reason else ():  # a rank may have failed to load it
+                self._pipeline.loras.drop(lora, session.slot)
         return [*(closed_before(command) for command in dropped if is_answered(command)), *events]
 
     # ---- saved sessions ------------------------------------------------------------------------------------------

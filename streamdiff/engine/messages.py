@@ -244,7 +244,7 @@ class Ready(ModelInfo):
     """The engine is warm, and what its model is. `chunk_compute_s`: seconds of work in a chunk, measured while warming
     up (None: not measured); `max_sessions`: sessions of the default kind that fit into memory (None: unknown);
     `max_swapped_sessions`: how many more may be open while swapped out (None: no limit); `loras`: names of those that
-    sessions may load, of which `max_loras` at once."""
+    sessions may load."""
 
     examples: tuple[str, ...] = ()
     suggestions: tuple[tuple[str, ...], ...] = ()
@@ -253,7 +253,6 @@ class Ready(ModelInfo):
     max_sessions: int | None = None
     max_swapped_sessions: int | None = 0
     loras: tuple[str, ...] = ()
-    max_loras: int = 0
 
 
 @dataclass(frozen=True)

@@ -194,9 +194,7 @@ class PromptQueue:
             made = made._replace(start=start, image_features=features)
             made = made if features is None else made._replace(conditioning=features)
         if pending.loras:
-            if (folder := self._pipeline.loras) is None:
-                raise RequestError("lora", "LoRAs are loaded where model.lora_dir and model.max_loras are set", "lora")
-            made = made._replace(loras=tuple(map(folder.read, pending.loras)))
+            made = made._replace(loras=tuple(map(self._pipeline.loras.read, pending.loras)))
         if pending.text and made.conditioning is None:
             made = made._replace(conditioning=self.encode_text(pending.text))
         return made

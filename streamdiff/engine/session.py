@@ -276,7 +276,6 @@ class Session:
 
     def label(self, lora: int) -> str:
         """The label of a LoRA that is loaded."""
-        assert self._pipeline.loras is not None, "there is one"
         return self._pipeline.loras.loaded[lora]
 
     def set_input(self, strength: float | None, request: str) -> list[Event]:

@@ -28,10 +28,14 @@ def check_prompt(prompt: str) -> None:
         )
 
 
+def _check_over(over: int) -> None:
+    if not 1 <= over <= MAX_BLEND_CHUNKS:
+        raise RequestError("over", f"over is {over}; a change comes over 1 to {MAX_BLEND_CHUNKS} chunks")
+
+
 def check_blend(command: SetPrompt) -> None:
     """Raises RequestError unless a prompt can come over so many chunks."""
-    if not 1 <= command.over <= MAX_BLEND_CHUNKS:
-        raise RequestError("over", f"over is {command.over}; a prompt comes over 1 to {MAX_BLEND_CHUNKS} chunks")
+    _check_over(command.over)
     if command.along not in BLENDS:
         raise RequestError("along", f"along is {command.along!r}; it can be {' or '.join(BLENDS)}")
     if command.over > 1 and command.switch in ("flush", "reset"):
@@ -45,8 +49,7 @@ def check_lora(command: SetLora) -> None:
     if command.scale is not None and not 0 <= command.scale <= MAX_LORA_SCALE:
         why = f"scale is {command.scale}; a LoRA has one from 0 to {MAX_LORA_SCALE:g}"
         raise RequestError("scale", why, "out_of_range")
-    if not 1 <= command.over <= MAX_BLEND_CHUNKS:
-        raise RequestError("over", f"over is {command.over}; a scale changes over 1 to {MAX_BLEND_CHUNKS} chunks")
+    _check_over(command.over)
 
 
 def check_open(command: Open, info: ModelInfo) -> None:

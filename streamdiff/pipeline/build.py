@@ -54,8 +54,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         at_once=plan.decode_latents, watchdog_s=config.watchdog_s,
         pictures=plan.models.picture_encoder(model.spec),
     )  # fmt: skip
-    if config.max_loras:
-        pipeline.loras = LoraFolder(pipeline, Path(config.lora_dir or ""), config.max_loras, plan.runs)
+    pipeline.loras = LoraFolder(pipeline, config.lora_dir, config.max_loras, plan.runs)
     if row_costs:
         _set_row_costs(pipeline, row_costs)
     try:

@@ -35,22 +35,26 @@ class LoadedLora(NamedTuple):
 
 
 class LoraFolder:
-    """The LoRAs of `folder`, of which at most `most` are loaded at once; a ring has the blocks `runs`, stage by
-    stage."""
+    """The LoRAs of `folder` (None: there are none), of which at most `most` are loaded at once; a ring has the blocks
+    `runs`, stage by stage."""
 
-    def __init__(self, ring: Ring, folder: Path, most: int, runs: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, ring: Ring, folder: str | None = None, most: int = 0, runs: Sequence[tuple[int, int]] = ()
+    ) -> None:
         """Raises ConfigError: there is no such folder."""
-        if not folder.is_dir():
+        self._ring, self._most, self._runs = ring, min(most, MOST_LORAS), runs
+        self._folder = None if folder is None else Path(folder)
+        if self._folder is not None and not self._folder.is_dir():
             raise ConfigError(f"model.lora_dir is {folder}, which is no folder", field="model.lora_dir")
-        self._ring, self._folder, self.most, self._runs = ring, folder, min(most, MOST_LORAS), runs
-        self._shapes = _shapes(ring.stage.denoiser, runs[-1][1])
+        self._shapes = {} if folder is None else _shapes(ring.stage.denoiser, runs[-1][1])
         self.loaded: dict[int, str] = {}
         """Labels, by id, of those that the ranks have."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the files that are there now."""
-        return tuple(sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}") if path.is_file()))
+        paths = [] if self._folder is None else self._folder.glob(f"*{SUFFIX}")
+        return tuple(sorted(path.stem for path in paths if path.is_file()))
 
     def read(self, label: str) -> LoadedLora:
         """The LoRA of a name, or of the `label` of one that must have that content. From any thread.
@@ -60,7 +64,7 @@ class LoraFolder:
                 of the blocks' linear layers.
         """
         (name, wanted), known = split_label(label), self.names
-        if name not in known:
+        if self._folder is None or name not in known:
             raise RequestError("lora", f"lora is {name[:60]!r}; model.lora_dir has {some(known) or 'none'}", "lora")
         path = self._folder / f"{name}{SUFFIX}"
         try:
@@ -106,11 +110,10 @@ class LoraFolder:
         ids = {split_label(each.label)[0]: lora_id(each.label) for each in loras}
         new = {lora_id(each.label): each for each in loras if lora_id(each.label) not in self.loaded}
         idle = [each for each in self.loaded if each not in used and each not in ids.values()]
-        if (over := len(self.loaded) + len(new) - self.most) > len(idle) or not all(
-            each.parts for each in new.values()
-        ):
+        over, gone = len(self.loaded) + len(new) - self._most, any(not each.parts for each in new.values())
+        if over > len(idle) or gone:  # one that was loaded already has no parts
             names = ", ".join(split_label(each)[0] for each in self.loaded.values()) or "none"
-            why = f"lora {', '.join(ids)} is one too many: {names} are loaded, and model.max_loras is {self.most}"
+            why = f"lora {', '.join(ids)} is one too many: {names} are loaded, and model.max_loras is {self._most}"
             raise RequestError("lora", f"{why}; take one out first, or ask again", "lora")
         for each in idle[: max(0, over)]:
             self.drop(each, session)

@@ -454,9 +454,8 @@ class Ring:
         self._begin_at(session, state)
         update = SessionUpdate(session, epoch, steps=schedule.steps, kv_context=old.kv_context)
         self.tell(MessageKind.RESET, update)
-        self._tell_text(
-            SessionUpdate(session, epoch, epoch), conditioning, old.latest_loras if loras is None else loras
-        )
+        begin = SessionUpdate(session, epoch, epoch)
+        self._tell_text(begin, conditioning, old.latest_loras if loras is None else loras)
 
     def close_session(self, session: int) -> None:
         """Free a session everywhere. Mutates: self."""

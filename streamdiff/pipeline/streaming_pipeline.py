@@ -100,8 +100,8 @@ class StreamingPipeline(Ring):
         self.figures = PipelineFigures(self.info, self, workers, budget)
         self.resting = RestingStates(self)
         self.video = VideoInputs(pictures, spec, self.wake)
-        self.loras: LoraFolder | None = None
-        """What sessions may load while they play, if anything."""
+        self.loras = LoraFolder(self)
+        """What sessions may load while they play."""
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         """Frames that must be allowed ahead of those shown, at least, for the ring to run."""

@@ -481,17 +481,14 @@ class Adapter:
         if "diff" in parts:
             found.append(self._read(parts["diff"], device).chunk(count)[part] * self.scale)
         result = found[0] if len(found) == 1 else found[0] + found[1].reshape(found[0].shape)
-        if not bool(result.isfinite().all()):
-            raise self._not_finite(name)
+        self._check(name, result)
         return result
 
     def factors(self, name: str, device: torch.device, dtype: torch.dtype) -> Factors:
         """The two whose product is the addend for the weight `name`, at scale 1; raises as `change`."""
         down, up, strength = self._pair(name, device)
-        made = Factors(down.to(dtype).contiguous(), (up * strength).to(dtype).contiguous())
-        if not all(bool(each.isfinite().all()) for each in made):
-            raise self._not_finite(name)
-        return made
+        self._check(name, down, rows := up * strength)
+        return Factors(down.to(dtype).contiguous(), rows.to(dtype).contiguous())
 
     def _pair(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, float]:
         """`down`, the rows of `up` (or of its bias) that are of the tensor `name`, and how strongly they count."""
@@ -505,9 +502,10 @@ class Adapter:
     def _read(self, name: str, device: torch.device) -> Tensor:
         return self.checkpoint.read(name).to(device, torch.float32)
 
-    def _not_finite(self, name: str) -> ConfigError:
-        stored = ", ".join(self.changes[name][0].values())
-        return ConfigError(f"{self.checkpoint}: the change of {name} is not finite ({stored})")
+    def _check(self, name: str, *change: Tensor) -> None:
+        if not all(bool(each.isfinite().all()) for each in change):
+            stored = ", ".join(self.changes[name][0].values())
+            raise ConfigError(f"{self.checkpoint}: the change of {name} is not finite ({stored})")
 
 
 def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:

@@ -100,11 +100,10 @@ def load_head(
         _within("head.pending.epoch", head.pending.epoch, 0, _MOST)
     _check_scheduled(head.scheduled)
     _check_sampler(head, spec)
-    for where, own in (("head.sampler", head.sampler.loras), ("stages", stages.loras)):
-        for epoch, scales in own.items():
-            for lora, scale in scales.items():
-                _must(lora in loras, f"{where}.loras[{epoch}]", lora, f"one of {sorted(loras)}, which are loaded")
-                _within(f"{where}.loras[{epoch}]", scale, 0, MAX_LORA_SCALE)
+    scales = [each for own in (head.sampler.loras, stages.loras) for of in own.values() for each in of.items()]
+    for lora, scale in scales:
+        _must(lora in loras, "loras", lora, f"one of {sorted(loras)}, which are loaded")
+        _within(f"loras[{lora}]", scale, 0, MAX_LORA_SCALE)
     _one_of(head.sampler.pictures and walk.outline(head.sampler.pictures), pictures, "head.sampler.pictures")
     _check_stages(stages, spec, head, texts)
     _one_of(walk.outline(memory), decoder, "decoder")

@@ -342,8 +342,8 @@ class RestingStates:
             )
         head, stream, tensors = head_state(pipeline, session), pipeline.streams[session], snapshot.tensors
         decoder = pipeline.decoding.outlines(model.spec.chunk_shape)
-        loras = pipeline.loras.loaded if pipeline.loras is not None else ()
-        load_head(snapshot, model.spec, head, blank.whole, remembered(model), decoder, pipeline.stage.device, loras)
+        device, loras = pipeline.stage.device, pipeline.loras.loaded
+        load_head(snapshot, model.spec, head, blank.whole, remembered(model), decoder, device, loras)
         trees = snapshot.trees
         whole = blank.cut(walk.restored(tensors, trees["stages"]))
         ticket = next(self._tickets)

@@ -18,7 +18,7 @@ async def test_a_lora_is_loaded_changed_and_taken_out(tmp_path: Path) -> None:
     for seed, name in enumerate(("oil", "ink")):
         write_lora(tmp_path / f"{name}.safetensors", seed)
     pipeline: Any = StreamingPipeline(MODEL, CPU)
-    pipeline.loras = LoraFolder(pipeline, tmp_path, 1, [(0, MODEL.blocks)])
+    pipeline.loras = LoraFolder(pipeline, str(tmp_path), 1, [(0, MODEL.blocks)])
     async with open_site(painter=pipeline) as site:
 
         async def change(**lora: Any) -> tuple[int, dict[str, Any]]:

@@ -80,6 +80,7 @@ class SessionChange(Body):
     steps: Steps | None = None
     """from the next chunk on"""
     lora: LoraChange | None = None
+    """`name` (one of `loras_known`), `scale` from 0 to 2 (null: it is taken out), and `over` so many chunks"""
     prompt: Prompt | None = None
     """from the next chunk on"""
     switch: PromptPolicy | None = None

@@ -54,7 +54,7 @@ class FakePipeline:
     info: ModelInfo
     text: Any
     loras = SimpleNamespace(names=())
-    sampler = SimpleNamespace(sessions=defaultdict(lambda: SimpleNamespace(loras={}, latest_loras={})))
+    sampler = SimpleNamespace(sessions=defaultdict(lambda: SimpleNamespace(latest_loras={})))
     encodings = 0
     inputs: tuple[int, ...] = ()
     savings: tuple[int, ...] = ()
@@ -107,6 +107,9 @@ class FakePipeline:
         known = ("keep", "flush", "reset") if self.streams[session].kv_context == "same_step" else PROMPT_POLICIES
         if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
+
+    def loras_of(self, session: int) -> set[int]:
+        return set()
 
     def set_conditioning(
         self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep", loras: Any = None

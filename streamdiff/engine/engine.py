@@ -363,8 +363,8 @@ class Engine:
 
     def _used_loras(self) -> set[int]:
         """Ids of those that sessions have, or chunks in flight."""
-        known = (own for state in self._pipeline.sampler.sessions.values() for own in state.loras.values())
-        return {lora for own in (*known, *(each.all_loras for each in self._sessions.values())) for lora in own}
+        own = (each.all_loras | self._pipeline.loras_of(each.slot) for each in self._sessions.values())
+        return {lora for each in own for lora in each}
 
     def _read_changes(
         self, session: Session, command: messages.SetTimeline, loras: Mapping[str, int]

@@ -189,11 +189,11 @@ class Session:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
         assert not self.changes, "apply_pending comes first"
         epoch, made, shown = self.epoch - self._epoch_shift, self._made_frames, self._shown_frames
-        in_flight = [lora for own in self._pipeline.sampler.sessions[self.slot].loras.values() for lora in own]
+        loras = sorted({*self.loras, *self._pipeline.loras_of(self.slot)})
         return {
             "text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown,
             "blending": self._blend is not None,
-            "loras": {self.label(lora): self.loras.get(lora) for lora in sorted({*self.loras, *in_flight})},
+            "loras": {self.label(lora): self.loras.get(lora) for lora in loras},
         }  # fmt: skip
 
     def resume_at(self, saved: SavedStream, chunk: int, oldest_epoch: int, epoch: int, paused: bool) -> None:

@@ -366,6 +366,11 @@ class Ring:
         own = tuple(state.latest_loras.items())
         self.tell(MessageKind.TEXT, replace(update, loras=own), conditioning)
 
+    def loras_of(self, session: int) -> set[int]:
+        """Ids of the LoRAs that a session's chunks have which are in flight, or admitted next."""
+        own = self.sampler.sessions[session].loras_from(self.scheduler.oldest_epoch(session))
+        return {lora for scales in own.values() for lora in scales}
+
     def check_switch(self, session: int, switch: str) -> None:
         """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or one of RECACHES
         in a KV context without a clean pass."""

@@ -224,9 +224,13 @@ class SamplerState:
 
     def set_loras(self, epoch: int, loras: Mapping[int, float], oldest: int) -> None:
         """Chunks from `epoch` on have these; `oldest` is the oldest in flight. Mutates: self."""
-        first = max((each for each in self.loras if each <= oldest), default=oldest)
-        kept = {each: own for each, own in self.loras.items() if each >= first and any(self.loras.values())}
+        kept = self.loras_from(oldest) if any(self.loras.values()) else {}
         self.loras = {**kept, epoch: dict(loras)} if kept or loras else {}
+
+    def loras_from(self, oldest: int) -> dict[int, dict[int, float]]:
+        """Those of the chunks of epoch `oldest` and later."""
+        first = max((each for each in self.loras if each <= oldest), default=oldest)
+        return {each: own for each, own in self.loras.items() if each >= first}
 
     def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk for as long as a later one may see it. Mutates: self."""

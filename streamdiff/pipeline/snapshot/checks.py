@@ -100,8 +100,9 @@ def load_head(
         _within("head.pending.epoch", head.pending.epoch, 0, _MOST)
     _check_scheduled(head.scheduled)
     _check_sampler(head, spec)
-    scales = [each for own in (head.sampler.loras, stages.loras) for of in own.values() for each in of.items()]
-    for lora, scale in scales:
+    oldest = min(head.scheduled.epoch, *(chunk.epoch for chunk in head.scheduled.chunks))
+    used = [*head.sampler.loras_from(oldest).values(), *(each for of, each in stages.loras.items() if of >= oldest)]
+    for lora, scale in (pair for own in used for pair in own.items()):
         _must(lora in loras, "loras", lora, f"one of {sorted(loras)}, which are loaded")
         _within(f"loras[{lora}]", scale, 0, MAX_LORA_SCALE)
     _one_of(head.sampler.pictures and walk.outline(head.sampler.pictures), pictures, "head.sampler.pictures")

@@ -100,7 +100,7 @@ def load_head(
         _within("head.pending.epoch", head.pending.epoch, 0, _MOST)
     _check_scheduled(head.scheduled)
     _check_sampler(head, spec)
-    oldest = min(head.scheduled.epoch, *(chunk.epoch for chunk in head.scheduled.chunks))
+    oldest = min([head.scheduled.epoch, *(chunk.epoch for chunk in head.scheduled.chunks)])
     used = [*head.sampler.loras_from(oldest).values(), *(each for of, each in stages.loras.items() if of >= oldest)]
     for lora, scale in (pair for own in used for pair in own.items()):
         _must(lora in loras, "loras", lora, f"one of {sorted(loras)}, which are loaded")

@@ -48,8 +48,6 @@ def allowed(schema: dict[str, Any]) -> str:
         if name in schema
     }
     limits = " and ".join(_LIMITS[name].format(bound) for name, bound in bounds.items() if abs(bound) < SAFE_INTEGER)
-    if "$ref" in schema:
-        return "an object"
     return _TYPES.get(schema.get("type", ""), "a list") + (f": {limits}" if limits else "")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from streamdiff.core import MAX_LORA_SCALE, PromptPolicy
@@ -28,8 +28,8 @@ _Values = Annotated[dict[_Name, _Value], Field(max_length=64)]
 
 
 LoraName = Annotated[str, Field(min_length=1, max_length=300)]
-LoraScale = Annotated[float, Field(ge=0, le=MAX_LORA_SCALE)] | None
-Over = Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)]
+LoraScale = Annotated[float, Field(strict=True, ge=0, le=MAX_LORA_SCALE)] | None
+Over = Annotated[int, Field(strict=True, ge=1, le=MAX_BLEND_CHUNKS)]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class LoraChange:
     """null: it is taken out"""
     over: Over = 1
     """chunks over which the scale changes"""
+
+
+Lora = Annotated[LoraChange, WithJsonSchema(TypeAdapter(LoraChange).json_schema())]
+"""Described where it stands."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class TimedChange:
     """chunks over which the prompt comes"""
     along: Literal["line", "sphere"] = "line"
     steps: Annotated[int, Field(ge=1, le=1000)] | None = None
-    lora: LoraChange | None = None
+    lora: Lora | None = None
     controls: _Values = field(default_factory=dict)
     """held from then on, by name"""
     taps: _Values = field(default_factory=dict)
@@ -80,9 +84,7 @@ CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChange
 
 def timeline_schema() -> dict[str, Any]:
     """JSON schema of a timeline."""
-    kinds = CHANGES.json_schema()["$defs"]
-    items = kinds["TimedChange"]
-    items["properties"]["lora"]["anyOf"][0] = kinds["LoraChange"]
+    items = CHANGES.json_schema()["$defs"]["TimedChange"]
     return {"type": "array", "maxItems": MAXCHANGES, "items": items}
 
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from streamdiff.core import Control, KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
-from streamdiff.engine.timeline import LoraChange
+from streamdiff.engine.timeline import Lora
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
@@ -79,7 +79,7 @@ class SessionChange(Body):
     fps: Fps | None = None
     steps: Steps | None = None
     """from the next chunk on"""
-    lora: LoraChange | None = None
+    lora: Lora | None = None
     """`name` (one of `loras_known`), `scale` from 0 to 2 (null: it is taken out), and `over` so many chunks"""
     prompt: Prompt | None = None
     """from the next chunk on"""

@@ -25,9 +25,10 @@ from streamdiff.models.transformer.quantization import is_quantized, quantize
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import open_lora
 from streamdiff.pipeline.loras import LoraFolder
-from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline.playing import local_links
 from tests.small import CPU, RED, small_model
 
 MODEL = small_model(3, layers=3)
@@ -75,7 +76,8 @@ class Played:
     def __init__(
         self, folder: Path | None, model: Model = MODEL, stages: int = 1, rows: int = 1, most: int = 2
     ) -> None:
-        self.pipeline = StreamingPipeline(model, CPU, max_rows=rows, parts=local_parts(model, CPU, stages, rows))
+        parts = local_parts(model, CPU, stages, local_links(model, stages, rows_carried(model.spec, rows)))
+        self.pipeline = StreamingPipeline(model, CPU, max_rows=rows, parts=parts)
         if folder is not None:
             self.pipeline.loras = LoraFolder(self.pipeline, str(folder), most, split_evenly(model.blocks, stages))
         self.engine = Engine(self.pipeline, 3 * CHUNK)

@@ -310,7 +310,8 @@ def read(
     errors = []
     for each in problems:  # what is wrong with fields together has no place, but a type that is a field's name
         together = each["type"] if each["type"] in model.model_fields else ""
-        errors.append({"field": str(each["loc"][0]) if each["loc"] else together, "message": each["msg"]})
+        field = ".".join(map(str, each["loc"])) or together
+        errors.append({"field": field, "message": each["msg"]})
     field, message = errors[0]["field"][:40], errors[0]["message"]
     detail = f"`{field}`: {message}." if problems[0]["loc"] else f"{message}."
     raise Problem(status, detail, code="invalid", field=field, errors=errors[:20])

@@ -30,7 +30,7 @@ async def test_a_lora_is_loaded_changed_and_taken_out(tmp_path: Path) -> None:
         assert (done["session"]["loras"], done["session"]["loras_known"]) == ({"oil": 0.5}, ["ink", "oil"])
         for lora, field, word in (
             ({"name": "../oil"}, "lora", "../oil"), ({"name": "ink"}, "lora", "oil"),
-            ({"name": "oil", "scale": 3.0}, "lora", "2"), ({"scale": 1.0}, "lora", "name"),
+            ({"name": "oil", "scale": 3.0}, "lora.scale", "2"), ({"scale": 1.0}, "lora.name", ""),
         ):  # fmt: skip
             status, refused = await change(**lora)
             assert (status, refused["field"]) == (422, field) and word in str(refused), refused

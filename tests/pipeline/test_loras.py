@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import HashStore
 
 from streamdiff.core import exact_scale, lora_id
 from streamdiff.engine import messages
@@ -24,6 +25,7 @@ from streamdiff.models.transformer.lora import LAYERS
 from streamdiff.models.transformer.quantization import is_quantized, quantize
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import open_lora
+from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.loras import LoraFolder
 from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
 from streamdiff.pipeline.ring import local_parts
@@ -77,6 +79,9 @@ class Played:
         self, folder: Path | None, model: Model = MODEL, stages: int = 1, rows: int = 1, most: int = 2
     ) -> None:
         parts = local_parts(model, CPU, stages, local_links(model, stages, rows_carried(model.spec, rows)))
+        exchange = StoreExchange(HashStore())
+        for stage in (parts.stage, *(worker.stage for worker in parts.local)):
+            stage.exchange = exchange  # as between processes
         self.pipeline = StreamingPipeline(model, CPU, max_rows=rows, parts=parts)
         if folder is not None:
             self.pipeline.loras = LoraFolder(self.pipeline, str(folder), most, split_evenly(model.blocks, stages))

@@ -520,12 +520,12 @@ class Engine:
         )  # fmt: skip
         frames = self._resting.retry_after_swap_out(lambda: self._pipeline.resting.load(slot, snapshot))
         session.resume_at(saved, *self._pipeline.resting.progress(slot))
-        scales = saved.loras if command.loras is None else {**dict.fromkeys(saved.loras), **command.loras}
-        session.resume_loras({loras[split_label(each)[0]]: scale for each, scale in scales.items()})
         self._sessions[session.name] = self._in_slot[slot] = session
         events = [event for each in frames for event in self._number(each)]
         new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
+        scales = saved.loras if command.loras is None else {**dict.fromkeys(saved.loras), **command.loras}
+        session.resume_loras({loras[split_label(each)[0]]: scale for each, scale in scales.items()})
         switches = possible_switches(self._pipeline, slot)
         if new_text:
             session.encoded = pending.text, pending.made.conditioning

@@ -24,16 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder import picture_decoder
 from streamdiff.models.autoencoder.memory_size import TaehvConfig as TaehvConfig
-from streamdiff.models.autoencoder.picture_decoder import (
-    WAN_CHANNELS,
-    WAN_MEAN,
-    WAN_STD,
-    DecoderState,
-    Normalisation,
-    check_shape,
-    split_whole,
-)
+from streamdiff.models.autoencoder.picture_decoder import DecoderState, Normalisation
 from streamdiff.models.weight_files import validated
 from streamdiff.session_state.fields import STATE, session_state
 
@@ -283,7 +276,7 @@ class TaehvAutoencoder:
         Raises:
             ValueError: latents of another shape than that, or than the stream began with.
         """
-        check_shape("latents", latents, self.latent_channels)
+        picture_decoder.check_shape("latents", latents, self.latent_channels)
         frames = self.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
         return frames.transpose(1, 2) * 2 - 1
 
@@ -293,7 +286,7 @@ class TaehvAutoencoder:
 
     def past(self, latents: Tensor, memory: TaehvMemory) -> DecoderState:
         """See `VideoAutoencoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
-        check_shape("latents", latents, self.latent_channels)
+        picture_decoder.check_shape("latents", latents, self.latent_channels)
         return memory.past or self.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 
     def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor]:
@@ -334,8 +327,8 @@ class TaehvAutoencoder:
         Raises:
             ValueError: frames of another shape; sides that are no multiple of `spatial`.
         """
-        batch, height, width = check_shape("frames", video, 3, self.spatial)
-        whole, memory.pending = split_whole(memory.pending, video, self.temporal, self.temporal)
+        batch, height, width = picture_decoder.check_shape("frames", video, 3, self.spatial)
+        whole, memory.pending = picture_decoder.split_whole(memory.pending, video, self.temporal, self.temporal)
         if not whole.shape[2]:
             shape = (batch, self.latent_channels, 0, height // self.spatial, width // self.spatial)
             return video.new_empty(shape, dtype=torch.float32)
@@ -402,12 +395,12 @@ def read_taehv(
         config, space = _config_of(path, tensors), space_of(path, latent_space)
         if space == "normalised":
             return config, None
-        if config.latent_channels != WAN_CHANNELS:
+        if config.latent_channels != picture_decoder.WAN_CHANNELS:
             raise ConfigError(
                 f"{path} has {config.latent_channels} latent channels; mean and standard deviation are known for "
-                f"{WAN_CHANNELS} only, so it can take normalised latents only"
+                f"{picture_decoder.WAN_CHANNELS} only, so it can take normalised latents only"
             )
-        mean, std = WAN_MEAN, WAN_STD
+        mean, std = picture_decoder.WAN_MEAN, picture_decoder.WAN_STD
     else:
         if missing := [key for key in ("latents_mean", "latents_std") if key not in stored]:
             raise ConfigError(f"{path / 'config.json'} has no {' and no '.join(missing)}")

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -223,8 +223,7 @@ class TAEHV(nn.Module):
 
 TAEHV_CLASS = "TAEHV"
 """What `config.json` calls it."""
-LatentSpace = Literal["normalised", "raw"]
-_PUBLISHED: dict[str, LatentSpace] = {
+_PUBLISHED = {
     "taew2_1": "normalised",
     "taew2_2": "normalised",
     "lighttaew2_1": "raw",
@@ -353,22 +352,18 @@ def is_taehv(names: Mapping[str, Tensor]) -> bool:
     return "decoder.1.weight" in names or "encoder.0.weight" in names
 
 
-def space_of(path: Path, given: str | None) -> LatentSpace:
+def space_of(path: Path, given: str | None) -> str:
     """The latents that the network in a file takes: as `given`, else by the name that its author published it under.
 
     Raises:
         ConfigError: neither says.
     """
-    known = _PUBLISHED.get(path.stem.lower()) if given is None else given
-    if known in ("raw", "normalised"):
-        return cast(LatentSpace, known)
-    allowed = " or ".join(get_args(LatentSpace))
-    if given is not None:
-        raise ConfigError(f"the latent space is {given!r}, but must be {allowed}")
+    if (known := given or _PUBLISHED.get(path.stem.lower())) is not None:
+        return known
     raise ConfigError(
         f"{path} does not tell which latents it takes, by none of the names {', '.join(_PUBLISHED)}: say so with "
-        f"--latent-space {allowed} (taew2_1 takes normalised, lighttaew2_1 raw ones; the wrong one gives washed-out "
-        "colours, and so does a decoder of another model)"
+        "--latent-space normalised or raw (taew2_1 takes normalised, lighttaew2_1 raw ones; the wrong one gives "
+        "washed-out colours, and so does a decoder of another model)"
     )
 
 

@@ -31,13 +31,7 @@ from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, Transfe
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
-from streamdiff.pipeline.distributed.message import (
-    MessageKind,
-    MessageLayout,
-    Outcome,
-    SessionUpdate,
-    StageMessage,
-)
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
 from streamdiff.session_state.swap_store import SwapStore

@@ -195,7 +195,7 @@ def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1560, plain.width, generator=generator)
     time = torch.randn(1, 1, plain.width, generator=generator)
-    text = torch.randn(1, 512, plain.text_width, generator=generator)
+    text = torch.randn(1, 512, plain.model.config["text_dim"], generator=generator)
 
     def run(denoiser: WanDenoiser, kind: torch.dtype, where: torch.device) -> Tensor:
         tokens = TokenStates(hidden.to(where, kind), time.to(where, kind))

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from streamdiff import clock
 from streamdiff.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -133,20 +132,15 @@ def side_stream(device: torch.device, after_current: bool = False) -> Iterator[N
 _WARM_UP, _CALLS, _ROUNDS = 3, 5, 3
 
 
-def seconds_per_call(call: Callable[[], object], device: torch.device) -> float:
-    """The device's own time for a `call`, the least of some rounds after a few that do not count: first calls compile,
-    plan and allocate. The host waits for it; for the start only."""
+def seconds_per_call(call: Callable[[], object]) -> float:
+    """The current CUDA device's own time for a `call`, the least of some rounds after a few that do not count: first
+    calls compile, plan and allocate. The host waits for it; for the start only."""
     for _ in range(_WARM_UP):
         call()
-    return min(_round_s(call, device) for _ in range(_ROUNDS)) / _CALLS
+    return min(_round_s(call) for _ in range(_ROUNDS)) / _CALLS
 
 
-def _round_s(call: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begun_s = clock.monotonic_s()
-        for _ in range(_CALLS):
-            call()
-        return clock.monotonic_s() - begun_s
+def _round_s(call: Callable[[], object]) -> float:
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
     for _ in range(_CALLS):

@@ -92,7 +92,7 @@ def try_fp8(
     device: torch.device,
     dtype: torch.dtype,
     compiled: Callable[[Product], Product] | None = None,
-    stopwatch: Callable[[Callable[[], object], torch.device], float] = seconds_per_call,
+    stopwatch: Callable[[Callable[[], object]], float] = seconds_per_call,
 ) -> tuple[str, str]:
     """`fp8` if the products of a block are faster in it than in `dtype` by `MARGIN`, else `none`; and why, for people.
 
@@ -116,7 +116,7 @@ def try_fp8(
             given = torch.randn(tokens, width, device=device).to(dtype)
             weight = quantize(weight, "fp8", "a weight") if fp8 else weight
             run = product if compiled is None else compiled(product)
-            found += count * stopwatch(partial(run, given, weight), device)
+            found += count * stopwatch(partial(run, given, weight))
         return found
 
     try:

@@ -45,10 +45,6 @@ class StepLevels:
         both = source.timestep, levels_of(source.timestep, schedule)
         return cls(*(each[:, None, None].expand(-1, 1, source.latents.shape[2]) for each in both))
 
-    def starting_at(self, chunk: int) -> StepLevels:
-        """Those of a stream whose chunk 0 is `chunk` here."""
-        return StepLevels(self.timesteps[chunk:], self.sigmas[chunk:])
-
     def to(self, device: torch.device) -> StepLevels:
         return StepLevels(self.timesteps.to(device), self.sigmas.to(device))
 

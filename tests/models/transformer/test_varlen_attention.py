@@ -54,7 +54,7 @@ def test_pages_of_a_frame_and_parts_of_it_are_what_each_row_sees(page: int, monk
 def tried(kernel: Callable[..., Tensor], seconds: dict[str, float]) -> tuple[AttendPaged | None, str]:
     """The trial as on CUDA, with times by the name of what is called."""
 
-    def stopwatch(call: partial[Tensor], _: torch.device) -> float:
+    def stopwatch(call: partial[Tensor]) -> float:
         call()
         return seconds["alone" if call.func is row_by_row else f"pages of {call.args[0]}"]
 
@@ -98,7 +98,7 @@ def test_a_cpu_tries_nothing() -> None:
 
 def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> None:
 
-    def short(call: Callable[[], object], device: torch.device) -> float:
+    def short(call: Callable[[], object]) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, refusing, short)

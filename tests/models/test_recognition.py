@@ -11,7 +11,7 @@ from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models.tiny.model import WEIGHTS
+from training.embedded import WEIGHTS
 
 
 def write(path: Path) -> Path:

@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny import model
-from streamdiff.models.tiny.model import TEXT_TOKENS, TinyText
+from streamdiff.models.tiny.model import TinyText
 from tests.small import CPU
 from training import __main__ as command
 from training import autoencoder as stage_one
 from training import batches, denoiser
+from training import embedded as model
+from training.embedded import TEXT_TOKENS
 from training.model_folder import save_model
 from training.network import Network
 

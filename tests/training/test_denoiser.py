@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny import model
 from streamdiff.models.transformer.wan import add_controls, attend
+from training import embedded as model
 from training.__main__ import stream_settings
 from training.autoencoder import AUTOENCODER, initialise
 from training.batches import Pool, TrackEncoder

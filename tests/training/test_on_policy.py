@@ -13,11 +13,11 @@ from torch import Tensor
 
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny import model
 from streamdiff.models.tiny.scene import Scene, Thing
 from tests.small import CPU
 from training import autoencoder as clips
 from training import denoiser
+from training import embedded as model
 from training.autoencoder import initialise
 from training.batches import TrackEncoder
 from training.denoiser import rollout_step

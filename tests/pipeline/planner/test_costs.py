@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
-from streamdiff.models.tiny import model as tiny
 from streamdiff.models.transformer.wan import attend
 from streamdiff.pipeline.planner.costs import Ceilings, estimate, read_profile
 from streamdiff.pipeline.planner.memory import Demand, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
 from streamdiff.pipeline.planner.partition import Workload, split_evenly
+from training import embedded as tiny
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,9 @@ def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
             for row, latents in ring.step_latents(1.0)[1]:
                 found[row.session].append(latents.clone())
         compiled = ring.stage.compiled
-        captured = compiled.captured_sessions if compiled is not None else 0
+        captured = 0
+        if compiled is not None and compiled.pool is not None:
+            captured = len({number // compiled.pool.caches for number in compiled.replayed})
         return torch.stack([torch.stack(latents[:chunks]) for latents in found.values()]), captured
     finally:
         runtime.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 from streamdiff.errors import ConfigError
 
@@ -109,6 +110,11 @@ def embedded_autoencoder_dtype(device: torch.device) -> torch.dtype:
     float32 on others, and on GPUs, where bfloat16 gains nothing for a network so small."""
     native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """`values` in host memory on `device`; from memory that is not pinned the host would wait for the copy."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 @contextmanager

@@ -32,10 +32,8 @@ def check(mode: str, device: torch.device, dtype: torch.dtype) -> None:
     """That weights in `dtype` can be quantised this way for this device.
 
     Raises:
-        ConfigError: another word, no torchao, or a device or dtype that cannot; says why, and what can be used.
+        ConfigError: no torchao, or a device or dtype that cannot; says why, and what can be used.
     """
-    if mode not in MODES:
-        raise ConfigError(f"--quantize is {mode!r}; it can be {', '.join(MODES)}")
     if (reason := unsuited(mode, device, dtype)) is not None:
         raise ConfigError(f"--quantize is {mode}, which {reason}")
     _torchao(mode)

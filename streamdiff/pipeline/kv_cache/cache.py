@@ -42,7 +42,7 @@ class KVCache:
     per step for `same_step`; `layers` are the stage's own blocks, `tokens` those of a chunk. Keys are
     rotated; those of the slots that the sink is in are kept un-rotated too, in sink_key, as the sink's place moves
     (none in an adaptive ring, where it does not). queue is int64 `[caches, layers, n]`, which slot of an adaptive ring
-    is next (see `geometry.queue_length`; n is 0 elsewhere). sink_at is, by cache, the position that the sink's keys are
+    is next (see `CacheGeometry.sizes`; n is 0 elsewhere). sink_at is, by cache, the position that the sink's keys are
     rotated for.
     """
 

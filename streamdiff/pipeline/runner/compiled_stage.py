@@ -82,11 +82,6 @@ class CompiledStage:
         """Whether forwards are captured, which needs a pool."""
         return self._graph_cache is not None
 
-    @property
-    def captured_sessions(self) -> int:
-        """Number of the pool's sessions with a forward replayed since `replayed` was cleared."""
-        return len({number // self.pool.caches for number in self.replayed}) if self.pool is not None else 0
-
     def try_paged(self, rows: int, window: int) -> None:
         """Have rows of several sessions, which see `window` latent frames, attend at once where that is faster.
         Mutates: self."""

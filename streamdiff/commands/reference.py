@@ -1,5 +1,5 @@
-"""A reference run: a reproducible stream from given conditioning, noise, schedule and prompt changes, to compare its
-latents with another implementation. What `streamdiff generate` does with the options of `ReferenceJob`.
+"""A reference run (`streamdiff generate` with the options of `ReferenceJob`): a reproducible stream from given
+conditioning, noise, schedule and prompt changes, to compare its latents with another implementation.
 
 The model is planned, loaded and split over ranks as that of a live stream, but what the job says goes before its own
 facts. The latents are a function of weights and `ReferenceRun` alone, on any number of stages.
@@ -52,8 +52,7 @@ from streamdiff.video import files
 
 MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""
-_NAME = 0
-_WAIT_S = 1.0  # for ranks that are other processes, between two looks whether all is well
+_NAME, _WAIT_S = 0, 1.0  # seconds for ranks that are other processes, between two looks whether all is well
 
 
 @dataclass(frozen=True)

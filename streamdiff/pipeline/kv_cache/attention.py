@@ -198,7 +198,7 @@ class RollingAttention:
         Keys stay as they were rotated, also those in the sink. Mutates: the cache, where a ring begins."""
         rolling, begins = geometry.slots - geometry.pinned, max(geometry.pinned, visible_from_chunk)
         if chunk == begins > geometry.pinned:
-            state.begin_ring(cache)
+            state.queue[cache].zero_()  # the ring behind the sink is filled again
         full = chunk - begins >= rolling
         slot = chunk if chunk < geometry.pinned else geometry.pinned + min(chunk - begins, rolling - 1)
         seen = min(slot + 1 + visible_later_rows, geometry.slots) * geometry.chunk

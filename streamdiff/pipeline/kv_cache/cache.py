@@ -96,10 +96,6 @@ class KVCache:
             caches[: len(sources)] = torch.stack([caches[source] for source in sources])
         self._place_sinks([*sources, *range(len(sources), len(self.key))])
 
-    def begin_ring(self, cache: int) -> None:
-        """Let one of the caches refill its adaptive ring behind the sink. Mutates: self."""
-        self.queue[cache].zero_()
-
     def _place_sinks(self, sources: Sequence[int]) -> None:
         before = self.sink_at
         self.sink_at = {cache: before[source] for cache, source in enumerate(sources) if source in before}

@@ -198,7 +198,7 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
         (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be"),
         (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be at least 0.001 and at most 1000"),
-        (f"{DECODE}latents.safetensors --dtype float8", "--dtype is float8, but must be auto, float32 or bfloat16"),
+        (f"{DECODE}latents.safetensors --dtype float8", "--dtype is 'float8', but must be"),
         (f"{DECODE}latents.safetensors --latent-space raw", "--latent-space is for TAEHV files"),
         ("decode --vae vae.pth --latents latents.safetensors --out latents.safetensors", "which is what is read"),
         (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),

@@ -150,7 +150,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--window", "4", "--sink", "2"], "must leave room for the chunk itself, 3 latent frames"),
         (["--first-chunk-frames", "4"], "--first-chunk-frames is 4; a first chunk is made of chunks"),
         (["--first-chunk-frames", "6", "--first-chunk-steps", "1000,900,833,500"], "a model with both is not built"),
-        (["--context-noise", "1001"], "--context-noise is 1001, but must be from 0 to 1000"),
+        (["--context-noise", "1001"], "--context-noise is 1001.0, but must be less than or equal to 1000"),
         (["--stages", "4"], "3"),
         (["--shift", "5"], "--shift is for lists that are meant before it: add --warp"),
         (["--size", "64x64"], "--size is 64x64, but"),

@@ -13,26 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames, control_values
-from streamdiff.engine import messages
+from streamdiff.engine import messages, validation
 from streamdiff.engine.change_log import LogHeader
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.timeline import TimedChange
-from streamdiff.engine.validation import (
-    SESSION_ERRORS,
-    bad_value,
-    check_begin,
-    check_blend,
-    check_open,
-    check_prompt,
-    closed_before,
-    digest_of,
-    is_answered,
-    reason_of,
-    refused,
-)
+from streamdiff.engine.validation import SESSION_ERRORS, bad_value, digest_of, is_answered, reason_of, refused
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.models.spec import ParsedPrompt
 from streamdiff.snapshot_header import read_saved_session, saved_stream
@@ -191,7 +179,7 @@ class Engine:
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def _open(self, command: Open) -> list[Event]:
-        check_open(command, self._pipeline.info)
+        validation.check_open(command, self._pipeline.info)
         self._check_unused(command.session)
         if command.snapshot is not None:
             reading = self._read_beside_snapshot(command, command.snapshot)
@@ -254,12 +242,12 @@ class Engine:
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(session.slot, command.switch)
-            check_blend(command)
+            validation.check_blend(command)
             previous = self._prompt_queue.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
             pending = PendingRequest(command, reading.text, reading.notice)
         elif isinstance(command, Reset):
-            check_begin(command, self._pipeline.info)
+            validation.check_begin(command, self._pipeline.info)
             pending = PendingRequest(command, self._text_to_encode(session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
         waits = opening or isinstance(command, SetPrompt | Reset)
@@ -336,7 +324,7 @@ class Engine:
                 usual = usual or next(each for each in possible_switches(self._pipeline, slot) if each != "reset")
                 asked = SetPrompt("", change.prompt, "", change.switch or usual, over=change.over, along=change.along)
                 self._pipeline.check_switch(slot, asked.switch)
-                check_blend(asked)
+                validation.check_blend(asked)
                 previous = self._read(change.prompt, previous).text  # which some models refuse
                 previous = self._read(change.prompt, None).text if command.as_read else previous
                 if command.as_read and previous != change.prompt:
@@ -391,7 +379,7 @@ class Engine:
 
     def _read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """Read a prompt; `previous`: the session's text before it, if any."""
-        check_prompt(prompt)
+        validation.check_prompt(prompt)
         return self._pipeline.text.read(prompt, previous)
 
     def _number(self, made: Frames) -> list[Event]:
@@ -419,7 +407,7 @@ class Engine:
             dropped = [*self._resting.forget(session), *dropped]
             self._next_epoch[session.slot] = session.epoch + 1
             self._pipeline.close_session(session.slot)
-        return [*(closed_before(command) for command in dropped if is_answered(command)), *events]
+        return [*(validation.closed_before(command) for command in dropped if is_answered(command)), *events]
 
     # ---- saved sessions ------------------------------------------------------------------------------------------
 

@@ -429,6 +429,7 @@ class LiveSession:
             message = message.model_copy(update={"switch": self.switches[0]})
         self._demand = control.demand_after(self._demand, message)
         if isinstance(message, ControlsMessage):  # with an id, or where an answer is waited for, it has receipts
+            self.playback.steer()
             answered = message.id is not None or owner in self._answers
             request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
             await self.steering.hold(owner, message.values, request)

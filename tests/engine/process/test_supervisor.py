@@ -111,7 +111,7 @@ async def test_a_killed_engine_is_followed_by_another_that_takes_the_session_up(
     ("prompt", "words"),
     [
         ("fail raise", "ArithmeticError: the paint ran out; in the engine process, session 'a' at chunk 0"),
-        ("fail exit", "the engine ended with exit code 7"),
+        ("fail exit", "the engine ended with exit code 7; the last it wrote:\n  about to leave without a word"),
         ("fail hang", "the engine hung: it said nothing for 3 s, and was ended (a machine so slow"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_request_is_followed_to_the_screen() -> None:
     tracker = RequestTracker()
     request = tracker.begin(PromptMessage(type="prompt", id=7, prompt="a"), "me", 1.0)
     [accepted] = tracker.accepted(request, 3, "a red a", "", 1.1)
-    assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
+    assert (accepted.stage, accepted.control.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
     assert tracker.shown(50, 2, 1.2) == []
     [applied] = tracker.applied(3, 60, 1.3, chunk=5)
     assert (applied.stage, applied.frame, applied.message()["chunk"]) == ("applied", 60, 5)
@@ -134,10 +134,10 @@ def _three_prompts() -> RequestTracker:
 def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_had_not_is_refused() -> None:
     tracker = _three_prompts()
     [refused] = tracker.engine_lost(3, 12, "it died", 0.4)
-    assert (refused.id, refused.stage, refused.reason) == (2, "refused", "it died")
+    assert (refused.control.id, refused.stage, refused.reason) == (2, "refused", "it died")
     assert [(receipt.control.id, receipt.stage) for receipt in tracker.shown(11, 1, 0.5)] == [(0, "shown")]
     [applied] = tracker.applied(3, 12, 0.6)
-    assert (applied.id, applied.stage, applied.epoch, applied.frame) == (1, "applied", 3, 12)
+    assert (applied.control.id, applied.stage, applied.epoch, applied.frame) == (1, "applied", 3, 12)
     assert [(receipt.control.id, receipt.stage) for receipt in tracker.shown(12, 3, 0.7)] == [(1, "shown")]
 
 

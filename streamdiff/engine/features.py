@@ -82,16 +82,13 @@ def contract(name: str, info: ModelInfo) -> FileSpec:
     """What a file of these features holds for the model. Raises RequestError where that takes none."""
     if not info.text_shape or not info.chunk_shape:
         raise RequestError(name, f"model {info.model} takes no features that were made elsewhere")
-    tokens, width = info.text_shape
-    channels, frames, high, wide = info.chunk_shape
-    shape = channels, frames, high, wide
+    shape, count = info.chunk_shape, info.first_chunks
     if name == "prompt_embeds":
-        return headers.prompt_embeds_contract((tokens, width))
+        return headers.prompt_embeds_contract(info.text_shape)
     if name == "image_latents":
-        return headers.image_latents_contract(shape, chunks=info.first_chunks)
-    count = info.first_chunks
+        return headers.image_latents_contract(shape, chunks=count)
     return headers.latents_contract(
-        shape, chunks=count, frames=count * frames, what="a video's latents", max_bytes=MAX_VIDEO_BYTES
+        shape, chunks=count, frames=count * shape[1], what="a video's latents", max_bytes=MAX_VIDEO_BYTES
     )
 
 

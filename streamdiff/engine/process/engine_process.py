@@ -16,7 +16,6 @@ import signal
 import sys
 from asyncio.subprocess import STDOUT, Process
 from collections import deque
-from contextlib import aclosing
 from pathlib import Path
 
 from streamdiff import child_process
@@ -163,7 +162,7 @@ class EngineProcess:
         self._watching = asyncio.create_task(self._watch(self._process, self._ipc), name="engine-watch")
 
     async def _until_ready(self, ipc: EngineClient) -> Ready:
-        async with aclosing(ipc.events()) as events:
+        async with contextlib.aclosing(ipc.events()) as events:
             event = await anext(events, None)
         if isinstance(event, Ready):
             return event

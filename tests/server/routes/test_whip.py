@@ -15,7 +15,6 @@ import av
 import httpx
 import numpy as np
 import pytest
-import torch
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription, VideoStreamTrack
 from aiortc.codecs import get_decoder
 
@@ -35,11 +34,6 @@ pytestmark = pytest.mark.slow
 MODEL = small_model(4, layers=2)
 SIZE = (MODEL.spec.width, MODEL.spec.height)
 SDP = {"Content-Type": "application/sdp"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class Colour(VideoStreamTrack):

@@ -246,7 +246,7 @@ async def open_site(
     limits = httpx.Limits(max_connections=None)
     try:
         async with (
-            attach_engine(app, config, client, client.ready) as state,
+            attach_engine(app, config, client) as state,
             httpx.AsyncClient(base_url=base, timeout=LIMIT_S, limits=limits) as http,
         ):
             site = Site(base, http, client, state, http_server)

@@ -227,7 +227,7 @@ async def test_video_that_cannot_be_decoded_is_given_up(
         async with sending(site, Colour((9, 9, 9))):
             await used(site)
     [line] = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert line.args == ("default", "fault"), "and none for each frame"
+    assert line.args == {"session": "default", "reason": "fault"}, "and none for each frame"
 
 
 async def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_request_is_followed_to_the_screen() -> None:
     tracker = RequestTracker()
     request = tracker.begin(PromptMessage(type="prompt", id=7, prompt="a"), "me", 1.0)
     [accepted] = tracker.accepted(request, 3, "a red a", "", 1.1)
-    assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
+    assert (accepted.stage, accepted.control.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
     assert tracker.shown(50, 2, 1.2) == []
     [applied] = tracker.applied(3, 60, 1.3, chunk=5)
     assert (applied.stage, applied.frame, applied.message()["chunk"]) == ("applied", 60, 5)
@@ -134,11 +134,11 @@ def _three_prompts() -> RequestTracker:
 def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_had_not_is_refused() -> None:
     tracker = _three_prompts()
     [refused] = tracker.engine_lost(3, 12, "it died", 0.4)
-    assert (refused.id, refused.stage, refused.reason) == (2, "refused", "it died")
-    assert [(receipt.id, receipt.stage) for receipt in tracker.shown(11, 1, 0.5)] == [(0, "shown")]
+    assert (refused.control.id, refused.stage, refused.reason) == (2, "refused", "it died")
+    assert [(receipt.control.id, receipt.stage) for receipt in tracker.shown(11, 1, 0.5)] == [(0, "shown")]
     [applied] = tracker.applied(3, 12, 0.6)
-    assert (applied.id, applied.stage, applied.epoch, applied.frame) == (1, "applied", 3, 12)
-    assert [(receipt.id, receipt.stage) for receipt in tracker.shown(12, 3, 0.7)] == [(1, "shown")]
+    assert (applied.control.id, applied.stage, applied.epoch, applied.frame) == (1, "applied", 3, 12)
+    assert [(receipt.control.id, receipt.stage) for receipt in tracker.shown(12, 3, 0.7)] == [(1, "shown")]
 
 
 def _mixed() -> RequestTracker:
@@ -158,20 +158,20 @@ def _mixed() -> RequestTracker:
 def test_what_was_made_and_never_seen_is_superseded_by_its_own_kind_only() -> None:
     """Frames 10 to 29 bring `red` and `few`; they are skipped, and frame 30 brings the others."""
     tracker = _mixed()
-    assert {receipt.id for receipt in tracker.applied(2, 10, 0.2)} == {"red", "few"}
-    assert {receipt.id for receipt in tracker.applied(3, 20, 0.2)} == {"blue"}
-    assert {receipt.id: receipt.stage for receipt in tracker.shown(20, 3, 0.3)} == {
+    assert {receipt.control.id for receipt in tracker.applied(2, 10, 0.2)} == {"red", "few"}
+    assert {receipt.control.id for receipt in tracker.applied(3, 20, 0.2)} == {"blue"}
+    assert {receipt.control.id: receipt.stage for receipt in tracker.shown(20, 3, 0.3)} == {
         "red": "superseded",
         "few": "shown",
         "blue": "shown",
     }
-    assert {receipt.id: receipt.stage for receipt in tracker.applied(4, 30, 0.4)} == {"many": "applied"}
+    assert {receipt.control.id: receipt.stage for receipt in tracker.applied(4, 30, 0.4)} == {"many": "applied"}
 
 
 def test_a_lost_engine_s_prompt_and_steps_are_both_carried_over() -> None:
     tracker = _mixed()
     assert tracker.engine_lost(9, 10, "it died", 0.2) == []
-    stages = {receipt.id: (receipt.stage, receipt.epoch) for receipt in tracker.applied(9, 10, 0.3)}
+    stages = {receipt.control.id: (receipt.stage, receipt.epoch) for receipt in tracker.applied(9, 10, 0.3)}
     assert stages == {
         "red": ("superseded", 1), "few": ("superseded", 2), "blue": ("applied", 9), "many": ("applied", 9),
     }  # fmt: skip
@@ -179,11 +179,11 @@ def test_a_lost_engine_s_prompt_and_steps_are_both_carried_over() -> None:
 
 def test_with_no_engine_to_come_all_that_has_no_frames_is_refused() -> None:
     tracker = _three_prompts()
-    assert [(receipt.id, receipt.stage) for receipt in tracker.engine_lost(None, 12, "it died", 0.4)] == [
+    assert [(receipt.control.id, receipt.stage) for receipt in tracker.engine_lost(None, 12, "it died", 0.4)] == [
         (1, "refused"),
         (2, "refused"),
     ]
-    assert [receipt.id for receipt in tracker.shown(10, 1, 0.5)] == [0], "its frames have come"
+    assert [receipt.control.id for receipt in tracker.shown(10, 1, 0.5)] == [0], "its frames have come"
 
 
 VALUES: tuple[Any, ...] = (

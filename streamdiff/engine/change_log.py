@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +52,17 @@ class LogHeader:
 _HEADER, _CHANGE = TypeAdapter(LogHeader), TypeAdapter(TimedChange)
 
 
+@dataclass(frozen=True)
+class LogPlace:
+    """Where a stream was, whose next chunk was `chunk`: its log had `size` bytes of changes, `frames` were made, and
+    chunks before had `held` these controls."""
+
+    chunk: int
+    size: int
+    frames: int
+    held: dict[str, float]
+
+
 class ChangeLog:
     """What steers one stream, from its beginning on. Memory: that of `MAX_LOG_BYTES`.
 
@@ -79,12 +90,13 @@ class ChangeLog:
             self._open += _line({"at": chunk, **change})
             self._limit(chunk)
 
-    def hold(self, chunk: int, values: Mapping[str, float]) -> None:
-        """Note controls that are held from the next chunk on. Mutates: self."""
+    def hold(self, chunk: int, values: Mapping[str, float], pressed: bool = True) -> None:
+        """Note controls that are held from the next chunk on; not `pressed`: as in `HeldControls.set`. Mutates:
+        self."""
         self._advance(chunk)
         for name, value in values.items():
             self.held[name] = short = float(str(np.float32(value)))
-            if short:
+            if short and pressed:
                 self._pressed[name] = short
 
     def begin_with(self, chunk: int, other: ChangeLog, next_chunk: int) -> None:
@@ -98,6 +110,30 @@ class ChangeLog:
         """What comes from this chunk on cannot be played again. Mutates: self."""
         self._advance(chunk)
         self._end = self._end or (chunk, self.frames, why)
+
+    @property
+    def cut_at(self) -> int | None:
+        """The chunk from which on it has nothing; None: it goes on."""
+        return None if self._end is None else self._end[0]
+
+    def place(self, chunk: int) -> LogPlace:
+        """The present place, of a stream whose next chunk is `chunk`. Mutates: self."""
+        self._advance(chunk)
+        return LogPlace(chunk, len(self._lines) + len(self._open), self.frames, dict(self._before))
+
+    def back(self, place: LogPlace, until: int) -> tuple[ChangeLog, tuple[TimedChange, ...]]:
+        """The log as it was at a place of it, and what it has of the chunks from there to `until`, exclusive. The first
+        of these changes holds all controls that are held, as a snapshot has none of them."""
+        data, log = bytes(self._lines + self._latest()), ChangeLog(self.fault, **self._begin)
+        log.frames, log.held, log._before, log._chunk = place.frames, dict(place.held), dict(place.held), place.chunk
+        log._lines += data[: place.size]
+        changes = [_CHANGE.validate_json(line) for line in data[place.size :].splitlines()]
+        changes = [each for each in changes if (each.at or 0) < until]
+        own = (each for each in changes if each.at == place.chunk and (each.controls or each.taps))
+        first = next(own, TimedChange(at=place.chunk))
+        whole = replace(first, controls=place.held | first.controls)
+        others = [each for each in changes if each is not first]
+        return log, (whole, *others) if place.chunk < until else ()
 
     def content(self, model: Mapping[str, Any], chunk: int) -> bytes:
         """The file, with the facts of the model, of a stream whose next chunk is `chunk`."""

@@ -55,6 +55,9 @@ class Open(StreamCommand):
 
     `prompt_embeds`, `image_latents`, `video_latents` and `strength`: see `features.Features`. A session that has the
     first of them has no prompt, and one that continues from a snapshot has what was saved with it.
+
+    `source`, another session, open here: the stream is a branch of its own, from before chunk `chunk` on, see `Rewind`.
+    It has no prompt, seed and KV context of its own; nothing is held, and frames are numbered from `made_frames`.
     """
 
     prompt: str
@@ -74,6 +77,20 @@ class Open(StreamCommand):
     image_latents: Data | None = field(default=None, repr=False)
     video_latents: Data | None = field(default=None, repr=False)
     strength: float = DEFAULT_STRENGTH
+    source: str = ""
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Rewind(StreamCommand):
+    """Go back to before chunk `chunk` of the stream, see `Kept`: chunks have the numbers that they had, frame numbers
+    go on. Chunks from there on are, under the same changes, those of the first time. What is held now holds from there
+    on, and `steps` (None: as it was then); a timeline ends, a paused session goes on. Answered by `Accepted` or
+    `Refused`, later by `Applied`; requests that come before the chunk is begun wait for it."""
+
+    chunk: int
+    steps: int | None = None
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -258,6 +275,15 @@ class Saved(StreamEvent):
 
     request: str
     data: Data = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Kept(StreamEvent):
+    """Snapshots are kept of the session: it can be rewound to the chunks from `first` on, and `last` is the latest of
+    which there is one. None: it cannot be."""
+
+    first: int | None
+    last: int | None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES
-from streamdiff.engine.change_log import ChangeLog
+from streamdiff.engine.change_log import ChangeLog, LogPlace
 from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened
 from streamdiff.engine.timeline import TimedChange, Timeline
 from streamdiff.errors import RequestError
@@ -48,6 +48,16 @@ class Blend:
     after: Any = None
     share: int = 0
     chunk: int = -1
+
+
+@dataclass
+class CatchUp:
+    """Chunks before `until` are made again; from there on `held` are the controls, and `steps` (None: as it was
+    then)."""
+
+    until: int
+    held: dict[str, float]
+    steps: int | None
 
 
 @dataclass(eq=False)
@@ -96,17 +106,25 @@ class Session:
     _blend: Blend | None = field(default=None, init=False)
     _given: Any = field(default=None, init=False)
     """The conditioning that the pipeline was given last; None, in a resumed session: that of the text."""
+    stream: object = field(default_factory=object, init=False)
+    """Stands for its stream: a reset begins another, a rewind does not."""
+    catch_up: CatchUp | None = field(default=None, init=False)
+    """While chunks are made again that nobody sees."""
+    later: list[Any] = field(default_factory=list, init=False)
+    """Requests that have come meanwhile."""
+    _hidden: int = field(default=0, init=False)
+    """Frames of chunks before this one are not seen."""
     _timeline: Timeline | None = field(default=None, init=False)
     _waits_at: int | None = field(default=None, init=False)
     """The chunk that is not admitted before the next change of a blend or the timeline, as the pipeline was told."""
-    _fed: bool = field(default=False, init=False)
+    fed: bool = field(default=False, init=False)
     """Whether it has a live input."""
     _applied_epoch: int = field(init=False)
     _oldest_epoch: int = field(init=False)
     _skip_epoch: int = field(init=False)
     """The last prompt's for which frames that wait are to be skipped."""
     _paused: bool = field(default=False, init=False)
-    _made_frames: int = field(default=0, init=False)
+    made_frames: int = field(default=0, init=False)
     _shown_frames: int = field(default=0, init=False)
     _controlled: bool = field(default=False, init=False)
     """Whether somebody has steered it by controls."""
@@ -123,7 +141,7 @@ class Session:
     def frame_credit(self) -> int:
         """Frames that may still be made beyond those shown."""
         max_ahead_frames = max(0 if self._controlled else self.max_ahead_frames, self.min_ahead_frames)
-        return max_ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
+        return max_ahead_frames - (0 if self._skips else self.made_frames - self._shown_frames)
 
     @property
     def _skips(self) -> bool:
@@ -141,7 +159,8 @@ class Session:
 
     def begins(self) -> None:
         """Its stream begins with what holds now: so does its log. Mutates: self."""
-        self._given, why = self.conditioning, self.origin or ("video is fed to it" if self._fed else "")
+        self.stream = object()
+        self._given, why = self.conditioning, self.origin or ("video is fed to it" if self.fed else "")
         if (self.embeddings is not None or self.start is not None) and not (self.image and self.text):
             why = "it began with embeddings, or with a picture that is not known"
         self._begin_log(why)
@@ -159,7 +178,7 @@ class Session:
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
         assert not self.changes, "apply_pending comes first"
-        epoch, made, shown = self.epoch - self._epoch_shift, self._made_frames, self._shown_frames
+        epoch, made, shown = self.epoch - self._epoch_shift, self.made_frames, self._shown_frames
         return {
             "text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown,
             "blending": self._blend is not None,
@@ -170,8 +189,49 @@ class Session:
         self.chunk, self._paused = chunk, paused
         self.epoch = max(saved.epoch, epoch)
         self._oldest_epoch = self._skip_epoch = oldest_epoch
-        self._made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
+        self.made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
         self._begin_log(f"it continues from a snapshot that was taken at chunk {chunk + 1}")
+
+    def catch_up_with(self, source: Session, place: LogPlace, chunk: int, steps: int | None, again: bool,
+                      encode: Callable[[str], Future[Any]]) -> None:  # fmt: skip
+        """Go on as `source` did from a place of its log, unseen before `chunk`; `steps` as in `Rewind`. `again`: it
+        takes the place of `source`, whose stream it goes on with. Mutates: self."""
+        self.log, changes = source.log.back(place, chunk)
+        self._timeline = Timeline(changes, 0, encode) if changes else None
+        self.catch_up, self._hidden = CatchUp(chunk, dict(source.log.held) if again else {}, steps), chunk
+        if again:
+            self.stream = source.stream
+            self._control_requests = dict.fromkeys(source._control_requests, 0)  # the first frame that is seen obeys
+        self.set_paused(False)
+        self._set_frame_credit()
+        self._wait()
+
+    def begins_at(self, request: str) -> Event:
+        """It has been rewound."""
+        return Accepted(self.name, request, self._oldest_epoch, self.text)
+
+    @property
+    def _caught_up(self) -> bool:
+        """Whether the next chunk is the first that is seen."""
+        return self.catch_up is not None and self.catch_up.until <= self._pipeline.next_chunk(self.slot)
+
+    def _go_on(self) -> list[Event]:
+        """What holds now holds from the next chunk on. Mutates: self."""
+        end = self.catch_up
+        assert end is not None, "it has caught up"
+        self.catch_up = self._timeline = None
+        if values := {name: end.held.get(name, 0.0) for name in self.log.held | end.held}:
+            self.set_controls(values, "", pressed=False)
+        return [] if end.steps in (None, self.steps) else self._new_steps(end.steps)
+
+    def place(self) -> LogPlace:
+        """Where it is, at rest."""
+        return self.log.place(self._pipeline.next_chunk(self.slot))
+
+    @property
+    def settled(self) -> bool:
+        """Whether a snapshot, and its log from there on, have all that it takes to go on from it."""
+        return not (self.changes or self._blend or self.fed or self.catch_up) and self.log.cut_at is None
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,
@@ -181,8 +241,8 @@ class Session:
         self.epoch += self._epoch_shift
         self._oldest_epoch += self._epoch_shift
         self._applied_epoch = self._oldest_epoch - 1
-        self._made_frames = max(self._made_frames, made_frames)
-        self._shown_frames = self._made_frames - max(0, made_frames - shown_frames)
+        self.made_frames = max(self.made_frames, made_frames)
+        self._shown_frames = self.made_frames - max(0, made_frames - shown_frames)
 
     def set_prompt(
         self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False, over: int = 1,
@@ -216,14 +276,14 @@ class Session:
         self._change("input", strength)
         return [Accepted(self.name, request, self.epoch, "")]
 
-    def set_controls(self, values: Mapping[str, float], request: str) -> list[Event]:
-        """Give the pipeline controls that are held; no epoch begins with them.
+    def set_controls(self, values: Mapping[str, float], request: str, pressed: bool = True) -> list[Event]:
+        """Give the pipeline controls that are held; no epoch begins with them. `pressed` as in `HeldControls.set`.
 
         Raises:
             RequestError: the model has no such control, or it cannot have that value.
         """
-        change = self._pipeline.set_controls(self.slot, values)
-        self.log.hold(self._pipeline.next_chunk(self.slot), values)
+        change = self._pipeline.set_controls(self.slot, values, pressed)
+        self.log.hold(self._pipeline.next_chunk(self.slot), values, pressed)
         if not self._controlled:
             self._controlled = True
             self._set_frame_credit()
@@ -254,7 +314,8 @@ class Session:
     @property
     def due(self) -> bool:
         """Whether `apply_changes` has something to do; until then the pipeline may wait in vain."""
-        return (self.changes or self._due_timeline is not None) and not self._pipeline.reruns(self.slot)
+        changes = self.changes or self._due_timeline is not None or self._caught_up
+        return changes and not self._pipeline.reruns(self.slot)
 
     @property
     def _due_timeline(self) -> Timeline | None:
@@ -270,7 +331,7 @@ class Session:
         Raises:
             StreamdiffError, OSError, RuntimeError, ValueError: a prompt of the timeline could not be encoded.
         """
-        events: list[Event] = []
+        events = self._go_on() if self._caught_up else []
         self.apply_pending(in_order=True)
         while not self._pending and not self._pipeline.reruns(self.slot) and (timeline := self._due_timeline):
             if (taken := timeline.take()) is None:
@@ -286,13 +347,16 @@ class Session:
             self.encoded = change.prompt, conditioning
             events += self.set_prompt(change.prompt, "", "", change.switch or "keep", False, change.over, change.along)
         if change.steps is not None:
-            ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
-            self.set_steps(change.steps, ahead, "")
+            self._new_steps(change.steps)
         for values in (change.controls, change.taps, dict.fromkeys(change.taps, 0.0)):
             if values:
                 self.set_controls(values, "")
         self.apply_pending(in_order=True)
         return events
+
+    def _new_steps(self, steps: int) -> list[Event]:
+        ahead = self._pipeline.min_ahead_frames(steps=steps, kv_context=self.kv_context)
+        return self.set_steps(steps, ahead, "")
 
     def set_timeline(
         self, changes: tuple[TimedChange, ...], begin: int | None, encode: Callable[[str], Future[Any]], request: str
@@ -308,6 +372,8 @@ class Session:
         chunks = [] if self._blend is None else [self._blend.chunk + 1]
         if self._timeline is not None and self._timeline.chunk is not None:
             chunks.append(self._timeline.chunk)
+        if self.catch_up is not None:
+            chunks.append(self.catch_up.until)
         if (chunk := min(chunks, default=None)) != self._waits_at:
             self._waits_at = chunk
             self._pipeline.wait_at(self.slot, chunk)
@@ -340,7 +406,7 @@ class Session:
                 self.log.add(chunk, steps=value)
                 self._pipeline.set_steps(self.slot, value, epoch=epoch)
             else:
-                self._fed = value is not None
+                self.fed = value is not None
                 self.log.cut(chunk, "video was fed to it from then on")
                 self._pipeline.set_input(self.slot, value, epoch=epoch)
 
@@ -373,9 +439,11 @@ class Session:
         self.epoch += 1
         self.chunk = -1
         self._oldest_epoch = self.epoch
-        self._shown_frames = self._made_frames
+        self._shown_frames = self.made_frames
         self._pending.pop("prompt", None)
-        self._blend = None
+        self._blend, self._hidden = None, 0
+        if self.catch_up is not None:
+            self._timeline = self.catch_up = None
         self.apply_pending()
         before, next_chunk = self.log, self._pipeline.next_chunk(self.slot)
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
@@ -402,7 +470,7 @@ class Session:
 
     def shown(self, frames: int) -> None:
         """So many frames have been shown in all. Never goes back, and never beyond what was made."""
-        shown_frames = min(max(frames, self._shown_frames), self._made_frames)
+        shown_frames = min(max(frames, self._shown_frames), self.made_frames)
         if shown_frames != self._shown_frames:
             self._shown_frames = shown_frames
             self._set_frame_credit()
@@ -415,6 +483,11 @@ class Session:
         epoch += self._epoch_shift
         if epoch < self._oldest_epoch:
             return []
+        if chunk < self._hidden:
+            self.chunk = chunk
+            self.log.frames += len(pictures)
+            self._set_frame_credit()
+            return []
         assert epoch <= self.epoch, f"frames of epoch {epoch}, but the last one asked for is {self.epoch}"
         same_chunk = chunk == self.chunk and epoch == self._applied_epoch
         next_chunk = chunk == self.chunk + 1 and epoch >= self._applied_epoch
@@ -422,7 +495,7 @@ class Session:
             f"chunk {chunk} of epoch {epoch} came after chunk {self.chunk} of epoch {self._applied_epoch}"
         )
         events: list[Event] = []
-        first = self._made_frames
+        first = self.made_frames
         if epoch > self._applied_epoch:
             skip = self._skips and epoch >= self._skip_epoch
             if skip:
@@ -435,7 +508,7 @@ class Session:
                 del self._control_requests[name]
         self.chunk = chunk
         self.log.frames += len(pictures)
-        self._made_frames += len(pictures)
+        self.made_frames += len(pictures)
         self._set_frame_credit()
         events.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))
         return events

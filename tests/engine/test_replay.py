@@ -31,11 +31,11 @@ CHUNK = MODEL.spec.chunk_frames
 class Player:
     """An engine that plays one session over real stages, and its latents by chunk."""
 
-    def __init__(self, stages: int, **given: Any) -> None:
+    def __init__(self, stages: int, keep_bytes: int = 0, **given: Any) -> None:
         self.pipeline = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, stages))
         self.latents: Latents = defaultdict(dict)
         record(self.pipeline, self.latents)
-        self.engine = Engine(self.pipeline, 2 * CHUNK)
+        self.engine = Engine(self.pipeline, 2 * CHUNK, keep_bytes)
         self.events: list[Any] = []
         self.made = 0
         self.tell(messages.Open("s", **({"prompt": RED, "seed": 3} | given)))

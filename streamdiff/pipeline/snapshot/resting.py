@@ -223,7 +223,7 @@ class RestingStates:
         try:
             opened = head_state(pipeline, session).opened_with
         except ConfigError:
-            self._let_go(session)
+            self.let_go(session)
             raise
         return self._copy(session, lambda parts: finish(snapshot_of(pipeline.model, parts, opened, video)))
 
@@ -254,7 +254,7 @@ class RestingStates:
         saving.made = self._together.submit(self._put_together, ticket, saving)
         saving.made.add_done_callback(lambda _: self._pipeline.wake())
         if not (saving.blank or saving.forgotten):
-            self._let_go(saving.session)
+            self.let_go(saving.session)
 
     def _put_together(self, ticket: int, saving: _Saving) -> Any:
         """On the thread. Raises ConfigError where a stage has no such session any more."""
@@ -280,7 +280,8 @@ class RestingStates:
             raise error
         return error or made.result()
 
-    def _let_go(self, session: int) -> None:
+    def let_go(self, session: int) -> None:
+        """A session that was to come to rest goes on. Mutates: scheduler."""
         self._pipeline.scheduler.hold(session, session in self.away)
 
     # ---- loading ------------------------------------------------------------------------------------------------

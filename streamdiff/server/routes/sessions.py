@@ -31,6 +31,7 @@ from streamdiff.server.routes.dependencies import Controlled, State, Steered, Wa
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
+from streamdiff.server.sessions.keeper import record_of, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
 from streamdiff.snapshot_header import check_signature, read_saved_session, signed
 
@@ -86,13 +87,13 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
-        visits = state.config.serve.session_per_visitor and state.role(request) is not Role.CONTROLLER
-        state.require(request, Role.VIEWER if visits else Role.CONTROLLER)
-        state.limit(request, visits)
-        if visits and bodies.media_type(request) == FORM:
+        if state.visits(request) and bodies.media_type(request) == FORM:
             raise Problem(415, "Files take the control token; a visitor's session is opened by JSON.")
         async with _place_for_upload(request, state):
-            session = await _open(request, state)
+            return _opened(request, await _open(request, state))
+
+
+def _opened(request: Request, session: LiveSession) -> Response:
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
     opened = schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
@@ -111,8 +112,15 @@ async def _open(request: Request, state: AppState) -> LiveSession:
     if (snapshot := sent.get(SNAPSHOT)) is not None:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
     state.manager.words.check(spec.prompt, "prompt")
+    return await _open_as(state, spec, snapshot)
+
+
+async def _open_as(
+    state: AppState, spec: StreamSpec, snapshot: bytes | None = None, branch: tuple[str, int] = ("", 0)
+) -> LiveSession:
+    """As `Manager.open`. Raises Problem."""
     try:
-        return await state.manager.open(spec, snapshot)
+        return await state.manager.open(spec, snapshot, branch)
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
 
@@ -165,6 +173,35 @@ async def resume_session(request: Request, response: Response, live: Steered) ->
 @router.post("/{session}/reset", summary="Restart the stream", **operation("steer", 503, 504, answers=_LATER))
 async def reset_session(request: Request, response: Response, live: Steered) -> Receipts:
     return await _carry_out_all(request, live, [messages.ResetMessage(type="reset")], response)
+
+
+_AT_CHUNK = dependencies.body_of(JSON, schemas.ChunkOfStream.model_json_schema())
+
+
+async def _chunk(request: Request) -> int:
+    return schemas.read(schemas.ChunkOfStream, await bodies.read_json(request, MAX_BODY_BYTES)).chunk
+
+
+@router.post(
+    "/{session}/rewind", summary="Go back to an earlier chunk, and on from there",
+    **operation("steer", 409, 503, 504, body=_AT_CHUNK, answers=_LATER),
+)  # fmt: skip
+async def rewind_session(request: Request, response: Response, live: Steered) -> Receipts:
+    message = messages.RewindMessage(type="rewind", chunk=await _chunk(request))
+    return await _carry_out_all(request, live, [message], response)
+
+
+@router.post(
+    "/{session}/branch", status_code=201, response_model=schemas.OpenedSession,
+    summary="Open a session that goes on from an earlier chunk of this one",
+    **operation("steer", 409, 503, body=_AT_CHUNK),
+)  # fmt: skip
+async def branch_session(request: Request, state: State, live: Steered) -> Response:
+    with count_refusals(state.metrics.refused):
+        state.visits(request, live)
+        live.wheel.check_holder(watcher_of(request, live))
+        spec, branch = spec_of(record_of(live), state.manager.ready), (live.id, await _chunk(request))
+        return _opened(request, await _open_as(state, spec, branch=branch))
 
 
 def _spec(

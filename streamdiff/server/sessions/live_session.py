@@ -141,6 +141,8 @@ class LiveSession:
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
         """Noise that is mixed with that; and the controls that are held."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
+        self.kept: list[int] | None = None
+        """The first chunk that it can be rewound to, and the latest that is kept."""
 
     @property
     def fps(self) -> float:
@@ -172,9 +174,10 @@ class LiveSession:
 
     # ---- on the engine ------------------------------------------------------------------------------------------
 
-    async def ask_open(self, snapshot: Data | None = None) -> None:
+    async def ask_open(self, snapshot: Data | None = None, branch: tuple[str, int] = ("", 0)) -> None:
         """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, and with
-        `snapshot` to resume from it. Does nothing once the session has ended.
+        `snapshot` to resume from it, or as a `branch` of a session from a chunk on. Does nothing once the session has
+        ended.
 
         Raises:
             EngineFailure: the engine has ended.
@@ -196,7 +199,7 @@ class LiveSession:
         opening = messages.Open(
             self.id, *how, image=self.image, active=not self.idle, request=OPENING, snapshot=snapshot, **given
         )
-        await self._send(opening)
+        await self._send(replace(opening, source=branch[0], chunk=branch[1]))
         if self.paused and snapshot is None:
             await self.send_paused()
         if self.input is not None and self.input.begun:
@@ -272,7 +275,7 @@ class LiveSession:
 
         Mutates: self.
         """
-        self.engine, self.place = engine, "none"
+        self.engine, self.place, self.kept = engine, "none", None
         for name in self._answers:
             of_engine = name == OPENING or name.startswith("ask ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
@@ -337,6 +340,9 @@ class LiveSession:
                 self._handle_input_used(event)
             case messages.Swapped():
                 self.place = event.place
+            case messages.Kept(first=first, last=last):
+                self.kept = None if first is None or last is None else [first, last]
+                self.broadcast({"type": "kept", "kept": self.kept})
             case messages.Closed():
                 self.place = "none"
 
@@ -360,6 +366,10 @@ class LiveSession:
                 if switch == "reset":
                     self.resets += 1
                     self.playback.clear_before(event.epoch)
+            case control.RewindMessage(chunk=chunk):
+                self.playback.clear_before(event.epoch)
+                self.prompt, self.resets = event.text or self.prompt, self.resets + 1
+                self.broadcast({"type": "rewound", "chunk": chunk})
             case control.StepsMessage():
                 self.steps = self._sent_steps
             case control.StrengthMessage(strength=strength):
@@ -460,17 +470,25 @@ class LiveSession:
                 image = message.picture if isinstance(message, control.PictureReset) else None
                 none = isinstance(message, control.PictureReset) and image is None
                 await self._send(messages.Reset(self.id, seed, request, image, no_image=none))
-                if self.paused:
-                    await self._set_paused(False)
+            case control.RewindMessage(chunk=chunk):
+                await self._send(messages.Rewind(self.id, chunk, self._sent_steps, request))
             case control.StepsMessage(steps=steps):
                 await self._send_steps(self.limit.steps_of(steps), request)
             case control.StrengthMessage(strength=strength):
                 await self._send(messages.SetInput(self.id, strength, request))
-            case _:
-                await self._carry_out_here(message)
-                now_s = clock.monotonic_s()
-                self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
-                self._requests.forget(request)
+            case control.FpsMessage(fps=fps):
+                self.playback.set_fps(fps)
+                await self._show_fps()
+            case control.AdaptiveMessage():
+                self._send_state()
+            case control.HoldMessage():
+                await self._set_paused(message.type == "pause")
+        if isinstance(message, control.ResetMessage | control.RewindMessage) and self.paused:
+            await self._set_paused(False)
+        if isinstance(message, control.FpsMessage | control.AdaptiveMessage | control.HoldMessage):  # done here
+            epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
+            self._deliver(self._requests.accepted(request, epoch, "", "", now_s))
+            self._requests.forget(request)
         return request
 
     async def _hold(self, message: ControlsMessage, owner: str) -> str:
@@ -479,17 +497,6 @@ class LiveSession:
         request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
         await self.steering.hold(owner, message.values, request)
         return request
-
-    async def _carry_out_here(self, message: ControlMessage) -> None:
-        """Carry out a message for which the engine makes nothing else. Mutates: self."""
-        match message:
-            case control.FpsMessage(fps=fps):
-                self.playback.set_fps(fps)
-                await self._show_fps()
-            case control.AdaptiveMessage():
-                self._send_state()
-            case control.HoldMessage():
-                await self._set_paused(message.type == "pause")
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted`; `asked` when it has not answered
@@ -631,6 +638,7 @@ class LiveSession:
             "switches": list(self.switches),
             "controls": [asdict(each) for each in self._ready.controls],
             "wheel": self.wheel.state(),
+            "kept": self.kept,
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,

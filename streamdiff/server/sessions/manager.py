@@ -325,8 +325,11 @@ class Manager:
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
-    async def open(self, spec: StreamSpec, snapshot: Data | None = None) -> LiveSession:
-        """Open a session, which resumes from the file `snapshot`, if there is one.
+    async def open(
+        self, spec: StreamSpec, snapshot: Data | None = None, branch: tuple[str, int] = ("", 0)
+    ) -> LiveSession:
+        """Open a session, which resumes from the file `snapshot`, if there is one, or is a `branch` of another one from
+        a chunk on.
 
         Raises:
             Unavailable: no time, no memory, the server is about to end, or the engine does not run.
@@ -347,7 +350,7 @@ class Manager:
         self.load.changed()
         session.tokens = Tokens.fresh()
         try:
-            await self._open_on_engine(session, snapshot)
+            await self._open_on_engine(session, snapshot, branch)
         except BaseException as error:
             if not session.closed:
                 await self._drop(session)
@@ -362,17 +365,17 @@ class Manager:
         logger.info("Session %s was opened.", session.id, extra=fields)
         return session
 
-    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
+    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None, branch: tuple[str, int]) -> None:
         """Open a session on the engine, if memory is short once more after `make_room`. Mutates: session."""
         if snapshot is not None:
             session.playback.resume_at((await asyncio.to_thread(read_saved_session, snapshot)).made_frames)
         try:
-            await session.ask_open(snapshot)
+            await session.ask_open(snapshot, branch)
             await session.wait_opened(OPEN_TIMEOUT_S)
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
-            await session.ask_open(snapshot)
+            await session.ask_open(snapshot, branch)
             await session.wait_opened(OPEN_TIMEOUT_S)
         if snapshot is not None:  # which may have been paused
             await session.send_paused()

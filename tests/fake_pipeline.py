@@ -13,7 +13,7 @@ from typing import Any
 
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo, control_values
 from streamdiff.engine.messages import Pictures
-from streamdiff.errors import RequestError
+from streamdiff.errors import ConfigError, RequestError
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 
 
@@ -124,7 +124,8 @@ class FakePipeline:
         return {"name": self.info.model, "weights": ["painted"]}
 
     def check_facts(self, theirs: Mapping[str, Any]) -> None:
-        assert theirs == self.facts()
+        if theirs != self.facts():
+            raise ConfigError("the log is of another hand", field="weights", code="weights")
 
     def blended(self, before: Any, after: Any, share: float, along: str) -> Any:
         return tuple(round((1 - share) * one + share * other) for one, other in zip(before, after, strict=True))

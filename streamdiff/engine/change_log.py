@@ -184,37 +184,41 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """A log's file.
-
-    Raises:
-        ConfigError: it cannot be read, is too large or no whole log, is of another format, or of a stream that cannot
-            be played again.
-    """
+    """A log's file. Raises ConfigError as `parse_log`, or where it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the log {path} cannot be read: {error.strerror}", field="replay", code="log") from None
+    return parse_log(data, str(path))
+
+
+def parse_log(data: bytes, name: str) -> Log:
+    """The log in a file's content; errors call it `name`.
+
+    Raises:
+        ConfigError: it is too large or no whole log, is of another format, or of a stream that cannot be played again.
+    """
     if len(data) > _MAX_FILE_BYTES:
-        why = f"the log {path} is larger than {_MAX_FILE_BYTES:,} bytes; no session's log is"
+        why = f"the log {name} is larger than {_MAX_FILE_BYTES:,} bytes; no session's log is"
         raise ConfigError(why, field="replay", code="log")
     first, *lines = data.removesuffix(b"\n").split(b"\n")
-    header: LogHeader = _parsed(_HEADER, first, f"{path}:1")
-    for wrong, name, why in (
+    header: LogHeader = _parsed(_HEADER, first, f"{name}:1")
+    for wrong, field, why in (
         ((header.kind, header.format) != (KIND, FORMAT), "format", f"this version plays format {FORMAT} of {KIND!r}"),
         (header.fault, "fault", f"it cannot be played again: {header.fault[:200]}"),
         (not header.frames, "frames", "no frame was made"),
         (header.changes != len(lines), "changes", f"it has {len(lines)} changes of {header.changes}; get it again"),
     ):
         if wrong:
-            raise ConfigError(f"the log {path}: {why}", field=name, code=name)
-    changes = tuple(_parsed(_CHANGE, line, f"{path}:{number}") for number, line in enumerate(lines, 2))
+            raise ConfigError(f"the log {name}: {why}", field=field, code=field)
+    changes = tuple(_parsed(_CHANGE, line, f"{name}:{number}") for number, line in enumerate(lines, 2))
     try:
         if placed(checked(changes), 1.0) != changes:
             raise RequestError("at", "changes are in the order of their chunks, and have no `seconds`")
         return Log(header, changes)
     except RequestError as error:
-        raise _damaged(str(path), error.field, str(error)) from None
+        raise _damaged(name, error.field, str(error)) from None
 
 
 def _parsed(kind: TypeAdapter[Any], line: bytes, where: str) -> Any:

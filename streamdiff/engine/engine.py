@@ -6,7 +6,7 @@ and in the user's own (`streamdiff.api`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import asdict, replace
 from functools import partial
@@ -204,6 +204,8 @@ class Engine:
             reading = ParsedPrompt("")
             self._source(command)
         else:
+            if command.facts is not None:
+                self._check_facts(command.facts)
             reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
             self._min_ahead_frames(*self._choice(command))
         return self._wait(PendingRequest(command, reading.text, reading.notice))
@@ -246,6 +248,13 @@ class Engine:
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
         session.begins()
+        try:
+            played = messages.SetTimeline(session.name, command.changes, begin=0, as_read=True)
+            changes = tuple(self._read_changes(session, played))
+        except RequestError:
+            self._close(session.name)
+            raise
+        session.set_timeline(changes, 0, self._prompt_queue.encode_ahead, "")
         return session.open(pending.notice, possible_switches(self._pipeline, slot))
 
     def _choice(self, command: Open) -> tuple[int, str]:
@@ -369,6 +378,12 @@ class Engine:
     def check_log(self, header: LogHeader) -> None:
         """Raises ConfigError where the model that is loaded is not that of a log."""
         self._pipeline.resting.check_facts(header.model)
+
+    def _check_facts(self, facts: Mapping[str, Any]) -> None:
+        try:
+            self._pipeline.resting.check_facts(facts)
+        except ConfigError as error:
+            raise RequestError("log", str(error), error.code) from error
 
     def _end_failed(self) -> list[Event]:
         """End the sessions that have failed. Mutates: self."""

@@ -6,6 +6,7 @@ Plain frozen dataclasses with JSON-able fields; pictures and snapshots travel be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,9 @@ class Open(StreamCommand):
 
     `source`, another session, open here: the stream is a branch of its own, from before chunk `chunk` on, see `Rewind`.
     It has no prompt, seed and KV context of its own; nothing is held, and frames are numbered from `made_frames`.
+
+    `changes`: of a log, which the stream plays from its first chunk on, of a model with the `facts` of that (see
+    `RestingStates.facts`).
     """
 
     prompt: str
@@ -79,6 +83,16 @@ class Open(StreamCommand):
     strength: float = DEFAULT_STRENGTH
     source: str = ""
     chunk: int = 0
+    changes: tuple[TimedChange, ...] = ()
+    facts: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", _as_objects(self.changes))
+
+
+def _as_objects(changes: tuple[TimedChange | dict[str, Any], ...]) -> tuple[TimedChange, ...]:
+    """Changes as objects, also those that came as JSON."""
+    return tuple(each if isinstance(each, TimedChange) else TimedChange(**each) for each in changes)
 
 
 @dataclass(frozen=True)
@@ -182,9 +196,7 @@ class SetTimeline(StreamCommand):
     as_read: bool = False
 
     def __post_init__(self) -> None:
-        """Changes as objects, also those that came as JSON."""
-        made = (each if isinstance(each, TimedChange) else TimedChange(**each) for each in self.changes)
-        object.__setattr__(self, "changes", tuple(made))
+        object.__setattr__(self, "changes", _as_objects(self.changes))
 
 
 @dataclass(frozen=True)

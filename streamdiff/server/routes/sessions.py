@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
@@ -16,9 +16,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from streamdiff import clock
 from streamdiff.config import Config
+from streamdiff.engine.change_log import parse_log
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import GetLog, Pictures, Save, SetTimeline
-from streamdiff.engine.timeline import parse_timeline, placed, timeline_schema
+from streamdiff.engine.timeline import MAX_CHANGES, parse_timeline, placed, timeline_schema
+from streamdiff.engine.validation import digest_of
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of, watcher_of
 from streamdiff.server.auth import Role
@@ -42,8 +44,6 @@ SAVE_TIMEOUT_S = 60.0
 SEND_LIMIT_S = 10.0
 """A download that reads nothing for so many seconds is aborted, as others wait for its slot."""
 _PIECE = 1 << 18
-_FIXED = ("seed", "kv_context", "image")
-"""What a snapshot contains and a resumed session cannot set."""
 _LATER: dependencies.Responses = {
     202: {
         "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
@@ -59,10 +59,12 @@ WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
 
 _SNAPSHOT = "a file of GET /api/sessions/{id}/snapshot, to go on from; without seed, kv_context, image"
 _PICTURE = "the picture itself"
+LOG = "log"
+_LOG = "a file of GET /api/sessions/{id}/log, to play again, and on from there; without prompt, seed, steps, kv_context"
 
 _NEW = dependencies.json_or_form(
     schemas.NewSession.model_json_schema(),
-    {"image": _PICTURE, SNAPSHOT: _SNAPSHOT} | dependencies.FEATURES,
+    {"image": _PICTURE, SNAPSHOT: _SNAPSHOT, LOG: _LOG} | dependencies.FEATURES,
     required=False,
 )
 _CHANGE = dependencies.json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
@@ -103,7 +105,7 @@ def _opened(request: Request, session: LiveSession) -> Response:
 async def _open(request: Request, state: AppState) -> LiveSession:
     """The session that a request asks for. Raises Problem."""
     ready = state.manager.ready
-    files = {"image": 0, SNAPSHOT: LARGEST_SNAPSHOT_BYTES, **bodies.feature_files(ready)}
+    files = {"image": 0, LOG: 0, SNAPSHOT: LARGEST_SNAPSHOT_BYTES, **bodies.feature_files(ready)}
     wanted, picture, sent = await _read(request, schemas.NewSession, state, files)
     schemas.check_new(wanted, ready)
     prompt = wanted.prompt is not None
@@ -112,15 +114,16 @@ async def _open(request: Request, state: AppState) -> LiveSession:
     if (snapshot := sent.get(SNAPSHOT)) is not None:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
     state.manager.words.check(spec.prompt, "prompt")
-    return await _open_as(state, spec, snapshot)
+    more: dict[str, Any] = {}
+    if (log := sent.get(LOG)) is not None:
+        spec, more = await asyncio.to_thread(_log_to_play, log, wanted, spec, state)
+    return await _open_as(state, spec, snapshot, **more)
 
 
-async def _open_as(
-    state: AppState, spec: StreamSpec, snapshot: bytes | None = None, branch: tuple[str, int] = ("", 0)
-) -> LiveSession:
+async def _open_as(state: AppState, spec: StreamSpec, snapshot: bytes | None = None, **more: Any) -> LiveSession:
     """As `Manager.open`. Raises Problem."""
     try:
-        return await state.manager.open(spec, snapshot, branch)
+        return await state.manager.open(spec, snapshot, **more)
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
 
@@ -200,8 +203,8 @@ async def branch_session(request: Request, state: State, live: Steered) -> Respo
     with count_refusals(state.metrics.refused):
         state.visits(request, live)
         live.wheel.check_holder(watcher_of(request, live))
-        spec, branch = spec_of(record_of(live), state.manager.ready), (live.id, await _chunk(request))
-        return _opened(request, await _open_as(state, spec, branch=branch))
+        spec, chunk = spec_of(record_of(live), state.manager.ready), await _chunk(request)
+        return _opened(request, await _open_as(state, spec, source=live.id, chunk=chunk))
 
 
 def _spec(
@@ -231,10 +234,7 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
     if len(snapshot) > LARGEST_SNAPSHOT_BYTES:
         why = f"`snapshot` is larger than {LARGEST_SNAPSHOT_BYTES >> 20} MiB, an eighth of this server's memory."
         raise Problem(413, why, code="too_large", field=SNAPSHOT)
-    fixed = [name for name in _FIXED if name in wanted.model_fields_set and getattr(wanted, name) is not None]
-    if refused := [*fixed, *given.names]:
-        why = f"`{refused[0]}`: a session resumed from a snapshot keeps what was saved with it; leave it out."
-        raise Problem(422, why, code="invalid", field=refused[0])
+    _refuse_given(wanted, ("seed", "kv_context", "image"), given)
     try:
         saved = read_saved_session(snapshot)
         if not serve.trust_snapshots:
@@ -242,6 +242,42 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
     except ConfigError as error:
         raise Problem(422, f"`snapshot`: {error}", code=error.code or "refused", field=SNAPSHOT) from error
     return _spec(wanted, None, state.config).resumed(saved, wanted.prompt, wanted.steps)
+
+
+def _refuse_given(wanted: schemas.NewSession, names: tuple[str, ...], given: Features) -> None:
+    """Raises Problem for what a session has from a file that it is opened with."""
+    fixed = [name for name in names if name in wanted.model_fields_set and getattr(wanted, name) is not None]
+    if refused := [*fixed, *given.names]:
+        why = f"`{refused[0]}`: the session has that of the snapshot or log that it goes on from; leave it out."
+        raise Problem(422, why, code="invalid", field=refused[0])
+
+
+def _log_to_play(
+    data: bytes, wanted: schemas.NewSession, spec: StreamSpec, state: AppState
+) -> tuple[StreamSpec, dict[str, Any]]:
+    """A session that plays a log, and goes on: as `spec` with what the log began with, and more of `messages.Open`. Of
+    steps it has the log's first, and then what the load decides. Reads all of the file: on a thread.
+
+    Raises:
+        Problem: 422 for what is no log, has too many changes or another picture, or a field that it has itself.
+    """
+    _refuse_given(wanted, ("prompt", "seed", "steps", "kv_context"), spec.features)
+    try:
+        log = parse_log(data, LOG)
+    except ConfigError as error:
+        raise Problem(422, str(error), code=error.code, field=LOG) from error
+    header = log.header
+    changes = tuple(replace(each, steps=None) for each in log.changes if each.prompt or each.controls or each.taps)
+    for wrong, why in (
+        (len(changes) > MAX_CHANGES, f"it has {len(changes)} changes; a live session plays {MAX_CHANGES} at most"),
+        (digest_of(spec.image) != header.image, "it began with another picture, or none; give what it had"),
+    ):
+        if wrong:
+            raise Problem(422, f"`{LOG}`: {why}.", code="log", field=LOG)
+    for prompt in (header.prompt, *(each.prompt or "" for each in changes)):
+        state.manager.words.check(prompt, LOG)
+    begins = replace(spec, prompt=header.prompt, seed=header.seed, steps=header.steps, kv_context=header.kv_context)
+    return begins, {"changes": changes, "facts": header.model}
 
 
 async def _read(

@@ -174,10 +174,9 @@ class LiveSession:
 
     # ---- on the engine ------------------------------------------------------------------------------------------
 
-    async def ask_open(self, snapshot: Data | None = None, branch: tuple[str, int] = ("", 0)) -> None:
-        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, and with
-        `snapshot` to resume from it, or as a `branch` of a session from a chunk on. Does nothing once the session has
-        ended.
+    async def ask_open(self, snapshot: Data | None = None, **more: Any) -> None:
+        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, with
+        `snapshot` to resume from it, and with `more` fields. Does nothing once the session has ended.
 
         Raises:
             EngineFailure: the engine has ended.
@@ -196,10 +195,8 @@ class LiveSession:
         how = (text, self.seed, self.steps, self.kv_context, playback.ahead_frames, *past)
         given = self.features.fields() if snapshot is None else {}
         self.resets += snapshot is None
-        opening = messages.Open(
-            self.id, *how, image=self.image, active=not self.idle, request=OPENING, snapshot=snapshot, **given
-        )
-        await self._send(replace(opening, source=branch[0], chunk=branch[1]))
+        about: dict[str, Any] = {"active": not self.idle, "request": OPENING, "snapshot": snapshot, **given, **more}
+        await self._send(messages.Open(self.id, *how, image=self.image, **about))
         if self.paused and snapshot is None:
             await self.send_paused()
         if self.input is not None and self.input.begun:

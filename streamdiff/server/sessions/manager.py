@@ -12,6 +12,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from prometheus_client import Counter
 
@@ -325,11 +326,9 @@ class Manager:
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
-    async def open(
-        self, spec: StreamSpec, snapshot: Data | None = None, branch: tuple[str, int] = ("", 0)
-    ) -> LiveSession:
-        """Open a session, which resumes from the file `snapshot`, if there is one, or is a `branch` of another one from
-        a chunk on.
+    async def open(self, spec: StreamSpec, snapshot: Data | None = None, **more: Any) -> LiveSession:
+        """Open a session, which resumes from the file `snapshot`, if there is one; `more` are fields of
+        `messages.Open`: it is a branch, or plays a log.
 
         Raises:
             Unavailable: no time, no memory, the server is about to end, or the engine does not run.
@@ -350,7 +349,7 @@ class Manager:
         self.load.changed()
         session.tokens = Tokens.fresh()
         try:
-            await self._open_on_engine(session, snapshot, branch)
+            await self._open_on_engine(session, snapshot, more)
         except BaseException as error:
             if not session.closed:
                 await self._drop(session)
@@ -365,17 +364,17 @@ class Manager:
         logger.info("Session %s was opened.", session.id, extra=fields)
         return session
 
-    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None, branch: tuple[str, int]) -> None:
+    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None, more: dict[str, Any]) -> None:
         """Open a session on the engine, if memory is short once more after `make_room`. Mutates: session."""
         if snapshot is not None:
             session.playback.resume_at((await asyncio.to_thread(read_saved_session, snapshot)).made_frames)
         try:
-            await session.ask_open(snapshot, branch)
+            await session.ask_open(snapshot, **more)
             await session.wait_opened(OPEN_TIMEOUT_S)
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
-            await session.ask_open(snapshot, branch)
+            await session.ask_open(snapshot, **more)
             await session.wait_opened(OPEN_TIMEOUT_S)
         if snapshot is not None:  # which may have been paused
             await session.send_paused()

@@ -110,3 +110,34 @@ async def test_who_may_steer_goes_back_and_branches_off_and_all_who_watch_hear_o
         for name in ("branch", "rewind"):
             refused = await site.http.post(f"/api/sessions/default/{name}", json={"chunk": first})
             assert (refused.status_code, refused.json()["code"]) == (409, "wheel") and taken.status_code == 200
+
+
+async def test_a_log_is_opened_as_a_session_that_plays_it_and_goes_on() -> None:
+    painter = steered()
+    async with open_site(painter=painter) as site:
+        peer = await site.watch()
+        await site.http.post(TIMELINE, json=[{"at": 1, "prompt": "a blue star"}, {"at": 2, "controls": {"jump": 1}}])
+        await peer.message({"type": "state", "prompt": "a blue star"})
+        await site.until(lambda: any(painter.streams[0].held.values()))
+        data = (await site.http.get(LOG)).content
+        header, *changes = map(json.loads, data.splitlines())
+        opened = await site.http.post("/api/sessions", files={"log": data})
+        assert opened.status_code == 201, opened.text
+        id, token = opened.json()["id"], bearer(opened.json()["control_token"])
+        assert opened.json()["prompt"] == header["prompt"] and opened.json()["seed"] == header["seed"]
+        await site.watch(session=id)
+        await site.until(lambda: painter.streams[1].chunk > header["chunks"])
+        own = (await site.http.get(f"/api/sessions/{id}/log", headers=token)).content
+        assert [json.loads(line) for line in own.splitlines()[1:]] == changes
+        await site.http.patch(f"/api/sessions/{id}", json={"prompt": "a yellow square"}, headers=token)
+        await site.until(lambda: painter.streams[1].paint == painter.text.encode("yellow"))
+        fly = json.dumps({"at": 1, "controls": {"fly": 1}}).encode()
+        for wrong, field in (
+            (data[:-1] + b"x", "log"), (b"", "log"), (data.replace(b'"painted"', b'"other"'), "log"),
+            (data.replace(b'"image":""', b'"image":"00"'), "log"), (b"\n".join([*data.splitlines()[:-1], fly]), "control"),
+        ):  # fmt: skip
+            refused = await site.http.post("/api/sessions", files={"log": wrong})
+            assert (refused.status_code, refused.json().get("field")) == (422, field), refused.text
+        refused = await site.http.post("/api/sessions", files={"log": data}, data={"seed": "7"})
+        assert (refused.status_code, refused.json()["field"]) == (422, "seed")
+        assert len(painter.streams) == 2

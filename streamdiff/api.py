@@ -130,10 +130,7 @@ class StreamSession:
         """Raises RequestError as `restart`."""
         if self._is_open:
             self._tell(messages.Close(self._name))
-        self._is_open = self._takes_video = False
-        self._failure = ""
-        self._frames.clear()
-        self._made = 0
+        self._clear(self._name)
         self._ask(opening, "")
 
     def replay(self, log: Log | Path | str, image: Image | None = None, fit: str = "cover") -> None:
@@ -142,21 +139,19 @@ class StreamSession:
         dropped.
 
         Raises:
-            ConfigError: it is no log, one that cannot be played again, or of another model, size or weights.
-            RequestError: it is of another picture, or asks for what the model cannot do.
+            ConfigError: it is no log, or one that cannot be played again.
+            RequestError: it is of another model, size, weights or picture, or asks for what the model cannot do.
         """
         log = log if isinstance(log, Log) else read_log(Path(log))
         header, picture = log.header, self._fitted(image, fit)
-        self._engine.check_log(header)
         if digest_of(picture) != header.image:
             why = f"the log's stream began {'from another' if header.image else 'without a'} picture; give what it had"
             raise RequestError("image", why, "image")
-        opening = messages.Open(self._name, header.prompt, header.seed, header.steps, header.kv_context, image=picture)
-        self._restart(opening)
+        begin = self._name, header.prompt, header.seed, header.steps, header.kv_context
+        self._restart(messages.Open(*begin, image=picture, changes=log.changes, facts=header.model))
         if self.text != header.prompt:
             why = f"the log's prompt {header.prompt[:60]!r} is read as {self.text[:60]!r} by this version"
             raise RequestError("prompt", why, "model")
-        self._ask(messages.SetTimeline(self._name, log.changes, "log", 0, as_read=True), "log")
 
     # ---- frames -------------------------------------------------------------------------------------------------
 

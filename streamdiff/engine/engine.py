@@ -6,7 +6,7 @@ and in the user's own (`streamdiff.api`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames, control_values
 from streamdiff.engine import messages
-from streamdiff.engine.change_log import LogHeader
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, Rewind, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import KeptSnapshot, SaveAndSwapQueue
@@ -204,8 +203,10 @@ class Engine:
             reading = ParsedPrompt("")
             self._source(command)
         else:
-            if command.facts is not None:
-                self._check_facts(command.facts)
+            try:
+                self._pipeline.resting.check_facts(command.facts)
+            except ConfigError as error:
+                raise RequestError("log", str(error), error.code) from error
             reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
             self._min_ahead_frames(*self._choice(command))
         return self._wait(PendingRequest(command, reading.text, reading.notice))
@@ -249,8 +250,7 @@ class Engine:
         session.origin = "" if made.video is None else "it began with latents of a video"
         session.begins()
         try:
-            played = messages.SetTimeline(session.name, command.changes, begin=0, as_read=True)
-            changes = tuple(self._read_changes(session, played))
+            changes = tuple(self._read_changes(session, command.changes, as_read=True))
         except RequestError:
             self._close(session.name)
             raise
@@ -328,7 +328,7 @@ class Engine:
             case messages.SetControls():
                 return session.set_controls(request.values, request.request)
             case messages.SetTimeline():
-                changes = tuple(self._read_changes(session, request))
+                changes = tuple(self._read_changes(session, request.changes))
                 return session.set_timeline(changes, request.begin, self._prompt_queue.encode_ahead, request.request)
             case messages.GetLog():
                 data = session.log.content(self._pipeline.resting.facts(), self._pipeline.next_chunk(slot))
@@ -354,19 +354,21 @@ class Engine:
                 session.shown(request.frames)
         return []
 
-    def _read_changes(self, session: Session, command: messages.SetTimeline) -> Iterator[TimedChange]:
-        """The changes of a timeline, with prompts as texts that the model is given. Raises RequestError for the first
-        that a client could not ask for."""
+    def _read_changes(
+        self, session: Session, given: Sequence[TimedChange], as_read: bool = False
+    ) -> Iterator[TimedChange]:
+        """The changes of a timeline, with prompts as texts that the model is given; `as_read`: they are such, as a log
+        has them. Raises RequestError for the first that a client could not ask for."""
         slot, previous, usual = session.slot, session.text or None, ""
-        for change in command.changes:
+        for change in given:
             if change.prompt is not None:
                 usual = usual or next(each for each in possible_switches(self._pipeline, slot) if each != "reset")
                 asked = SetPrompt("", change.prompt, "", change.switch or usual, over=change.over, along=change.along)
                 self._pipeline.check_switch(slot, asked.switch)
                 check_blend(asked)
                 previous = self._read(change.prompt, previous).text  # which some models refuse
-                previous = self._read(change.prompt, None).text if command.as_read else previous
-                if command.as_read and previous != change.prompt:
+                previous = self._read(change.prompt, None).text if as_read else previous
+                if as_read and previous != change.prompt:
                     why = f"the prompt {change.prompt[:60]!r} is read as {previous[:60]!r} by this version"
                     raise RequestError("prompt", why, "model")
                 change = replace(change, prompt=previous, switch=asked.switch)  # type: ignore[arg-type]
@@ -374,16 +376,6 @@ class Engine:
                 self._pipeline.check_steps(slot, change.steps)
             control_values(self._pipeline.info.controls, change.controls | change.taps)
             yield change
-
-    def check_log(self, header: LogHeader) -> None:
-        """Raises ConfigError where the model that is loaded is not that of a log."""
-        self._pipeline.resting.check_facts(header.model)
-
-    def _check_facts(self, facts: Mapping[str, Any]) -> None:
-        try:
-            self._pipeline.resting.check_facts(facts)
-        except ConfigError as error:
-            raise RequestError("log", str(error), error.code) from error
 
     def _end_failed(self) -> list[Event]:
         """End the sessions that have failed. Mutates: self."""

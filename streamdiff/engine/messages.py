@@ -60,8 +60,8 @@ class Open(StreamCommand):
     `source`, another session, open here: the stream is a branch of its own, from before chunk `chunk` on, see `Rewind`.
     It has no prompt, seed and KV context of its own; nothing is held, and frames are numbered from `made_frames`.
 
-    `changes`: of a log, which the stream plays from its first chunk on, of a model with the `facts` of that (see
-    `RestingStates.facts`).
+    `changes`: of a log, which the stream plays from its first chunk on, with prompts as the model was given them;
+    `facts`: of the model of that (see `RestingStates.facts`).
     """
 
     prompt: str
@@ -187,13 +187,12 @@ class SetControls(StreamCommand):
 class SetTimeline(StreamCommand):
     """Play these changes instead of those of a timeline before; none: there is no timeline any more. Chunks count from
     `begin` on, and after a reset from the stream's beginning; None: from the next one that is admitted. Answered by
-    `Accepted` or `Refused`; each prompt that takes effect sends `Accepted` without a request. `as_read`: prompts
-    are texts as the model was given them, as a log has them; else each is read after the one before it."""
+    `Accepted` or `Refused`; each prompt that takes effect sends `Accepted` without a request, and is read after the one
+    before it."""
 
     changes: tuple[TimedChange, ...]
     request: str = ""
     begin: int | None = None
-    as_read: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", _as_objects(self.changes))

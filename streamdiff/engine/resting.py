@@ -46,7 +46,7 @@ class KeptSnapshots:
 
     def is_due(self, session: Session, chunk: int) -> bool:
         """Whether one is to be taken of a session whose next chunk this is."""
-        latest = max((each.place.chunk for each in self._of(session)), default=0)
+        latest = self._kept_of(session).last or 0
         return self._limit > 0 and chunk >= latest + self._chunks and session.stream is not self._too_large
 
     def add(self, kept: KeptSnapshot) -> None:
@@ -62,33 +62,32 @@ class KeptSnapshots:
         """The one from which a session, whose next chunk is `next_chunk`, gets to `chunk` soonest. Raises
         RequestError: there is none."""
         most = next_chunk if session.log.cut_at is None else min(next_chunk, session.log.cut_at)
-        before = [each for each in self._of(session) if each.place.chunk <= chunk]
-        if before and chunk <= most:
+        before = [each for each in self._of(session) if each.place.chunk <= chunk <= most]
+        if before:
             return before[-1]
-        first = min((each.place.chunk for each in self._of(session)), default=None)
+        first = self._kept_of(session).first
         can = "nothing of it is kept (serve.rewind_mb)" if first is None else f"it can be {first} to {most}"
         raise RequestError("chunk", f"chunk is {chunk}; {can}", "chunk")
 
     def rewound(self, session: Session, chunk: int) -> None:
         """Its chunks from this one on are made anew. Mutates: self."""
-        later = [each for each in self._of(session) if each.place.chunk > chunk]
-        self._kept = [each for each in self._kept if each not in later]
+        self._kept = [each for each in self._kept if each.stream is not session.stream or each.place.chunk <= chunk]
 
     def news(self, sessions: Collection[Session]) -> list[Event]:
         """What has become of what was kept of the open sessions since the last call. Mutates: self."""
-        if not (self._kept or self._told):
+        if not self._limit:
             return []
         streams = {id(each.stream) for each in sessions}
         self._kept = [each for each in self._kept if id(each.stream) in streams]
-        told, self._told = self._told, {}
-        for session in sessions:
-            if chunks := [each.place.chunk for each in self._of(session)]:
-                self._told[session.name] = Kept(session.name, chunks[0], chunks[-1])
-        gone = [Kept(each.name, None, None) for each in sessions if each.name in told.keys() - self._told.keys()]
-        return [*gone, *(kept for name, kept in self._told.items() if kept != told.get(name))]
+        told, self._told = self._told, {each.name: self._kept_of(each) for each in sessions}
+        return [now for name, now in self._told.items() if now != told.get(name, Kept(name, None, None))]
 
     def _of(self, session: Session) -> list[KeptSnapshot]:
         return [each for each in self._kept if each.stream is session.stream]
+
+    def _kept_of(self, session: Session) -> Kept:
+        chunks = [each.place.chunk for each in self._of(session)]
+        return Kept(session.name, *((chunks[0], chunks[-1]) if chunks else (None, None)))
 
 
 class SaveAndSwapQueue:

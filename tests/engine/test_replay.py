@@ -68,9 +68,8 @@ class Player:
 
 def replayed(log: Log, stages: int, chunks: int) -> dict[int, torch.Tensor]:
     header = log.header
-    player = Player(stages, prompt=header.prompt, seed=header.seed, steps=header.steps, kv_context=header.kv_context)
-    player.engine.check_log(header)
-    player.tell(messages.SetTimeline("s", log.changes, "r", begin=0, as_read=True))
+    begin = {"prompt": header.prompt, "seed": header.seed, "steps": header.steps, "kv_context": header.kv_context}
+    player = Player(stages, **begin, changes=log.changes, facts=header.model)
     latents = player.until_made(chunks)
     player.engine.close()
     return latents
@@ -251,9 +250,8 @@ def test_a_log_of_another_model_or_of_unknown_controls_changes_nothing() -> None
         ({"name": "other"}, "model"), ({"window_latents": 3}, "model"), ({"weights": ["0"]}, "weights"),
         ({"weights": None}, "weights"), ({"new": 1}, "model"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError) as refusal:
-            player.engine.check_log(change_log.LogHeader(**HEADER | {"model": facts | changed}))  # type: ignore[arg-type]
-        assert refusal.value.code == code
+        (refused,) = player.engine.handle(messages.Open("other", RED, facts=facts | changed))  # type: ignore[arg-type]
+        assert isinstance(refused, messages.Refused) and (refused.code, refused.field) == (code, "log")
     for change, field in (
         ({"controls": {"fly": 1.0}}, "control"), ({"controls": {"jump": 0.5}}, "jump"), ({"steps": 3}, "steps"),
         ({"prompt": " "}, "prompt"), ({"prompt": RED, "switch": "flush", "over": 2}, "over"),

@@ -127,9 +127,11 @@ class RestingStates:
         model = self._pipeline.model
         return model_facts(model.spec, model.denoiser.dtype) | {"weights": self._pipeline.stage.weights}
 
-    def check_facts(self, theirs: Mapping[str, Any]) -> None:
-        """Raises ConfigError where `facts` of a log are others here. In a ring each rank knows the weights of its own
-        blocks: the first ones are compared."""
+    def check_facts(self, theirs: Mapping[str, Any] | None) -> None:
+        """Raises ConfigError where `facts` of a log, if there is one, are others here. In a ring each rank knows the
+        weights of its own blocks: the first ones are compared."""
+        if theirs is None:
+            return
         check_model(theirs, here := self.facts(), "the log")
         weights = theirs.get("weights")
         if not isinstance(weights, list) or not weights or any(map(ne, weights, here["weights"])):

@@ -94,18 +94,25 @@ async def open_session(request: Request, state: State) -> Response:
         if state.visits(request) and bodies.media_type(request) == FORM:
             raise Problem(415, "Files take the control token; a visitor's session is opened by JSON.")
         async with _place_for_upload(request, state):
-            return _opened(request, await _open(request, state))
+            return await _open(request, state)
 
 
-def _opened(request: Request, session: LiveSession) -> Response:
+async def _opened(
+    request: Request, state: AppState, spec: StreamSpec, snapshot: bytes | None = None, **more: Any
+) -> Response:
+    """Open a session as `Manager.open` does; the answer. Raises Problem."""
+    try:
+        session = await state.manager.open(spec, snapshot, **more)
+    except RequestError as error:
+        raise Problem(422, str(error), code="refused", field=error.field) from error
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
     opened = schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
     return JSONResponse(opened.model_dump(), 201, {"Location": f"/api/sessions/{session.id}"})
 
 
-async def _open(request: Request, state: AppState) -> LiveSession:
-    """The session that a request asks for. Raises Problem."""
+async def _open(request: Request, state: AppState) -> Response:
+    """Open the session that a request asks for; the answer. Raises Problem."""
     ready = state.manager.ready
     files = {"image": 0, LOG: 0, SNAPSHOT: LARGEST_SNAPSHOT_BYTES, **bodies.feature_files(ready)}
     wanted, picture, sent = await _read(request, schemas.NewSession, state, files)
@@ -117,17 +124,9 @@ async def _open(request: Request, state: AppState) -> LiveSession:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
     state.manager.words.check(spec.prompt, "prompt")
     more: dict[str, Any] = {}
-    if (log := sent.get(LOG)) is not None:
+    if (log := sent.get(LOG)) is not None and snapshot is None:
         spec, more = await asyncio.to_thread(_log_to_play, log, wanted, spec, state)
-    return await _open_as(state, spec, snapshot, **more)
-
-
-async def _open_as(state: AppState, spec: StreamSpec, snapshot: bytes | None = None, **more: Any) -> LiveSession:
-    """As `Manager.open`. Raises Problem."""
-    try:
-        return await state.manager.open(spec, snapshot, **more)
-    except RequestError as error:
-        raise Problem(422, str(error), code="refused", field=error.field) from error
+    return await _opened(request, state, spec, snapshot, **more)
 
 
 @router.get("/{session}", summary="One session", **operation("watch"))
@@ -206,7 +205,7 @@ async def branch_session(request: Request, state: State, live: Steered) -> Respo
         state.visits(request, live)
         live.wheel.check_holder(watcher_of(request, live))
         spec, chunk = spec_of(record_of(live), state.manager.ready), await _chunk(request)
-        return _opened(request, await _open_as(state, spec, source=live.id, chunk=chunk))
+        return await _opened(request, state, spec, source=live.id, chunk=chunk)
 
 
 def _spec(
@@ -387,9 +386,7 @@ async def remove_output(state: State, live: Controlled, id: str) -> Response:
     **operation("steer", 409, 503, 504, answers=_FILE),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
-    _refuse_if_busy(state.snapshots)
-    async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(state.snapshots)
+    async with _place(state.snapshots) as held:
         header, rest = signed(await _taken(state, live, Save(live.id), 409), state.snapshot_key)
         return _Download(f"{live.id}.safetensors", OCTETS, header, rest, held.pop_all())
 
@@ -402,9 +399,7 @@ async def save_session(state: State, live: Controlled) -> Response:
     **operation("steer", 409, 503, 504, answers=answer("JSON lines, see docs/replay.md", JSON_LINES)),
 )  # fmt: skip
 async def get_log(state: State, live: Controlled) -> Response:
-    _refuse_if_busy(state.snapshots)
-    async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(state.snapshots)
+    async with _place(state.snapshots) as held:
         data = await _taken(state, live, GetLog(live.id), 409)
         return _Download(f"{live.id}.jsonl", JSON_LINES, b"", data, held.pop_all())
 
@@ -439,9 +434,7 @@ async def set_timeline(request: Request, state: State, live: Steered) -> schemas
     **operation("watch", 400, 409, 503, answers=_VIDEO),
 )  # fmt: skip
 async def clip(state: State, live: Watched, seconds: Annotated[float, Query(ge=1, le=KEPT_S)] = 10.0) -> Response:
-    _refuse_if_busy(state.clips)
-    async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(state.clips)
+    async with _place(state.clips) as held:
         if (last := live.playback.last(seconds)) is None:
             raise Problem(409, "Nothing was shown yet: a clip is what was sent to viewers.", code="not_watched")
         codec, frames = last
@@ -456,17 +449,20 @@ async def _place_for_upload(request: Request, state: AppState) -> AsyncIterator[
     are taken or sent. Raises Problem, 503, where there are more."""
     length = request.headers.get("content-length", "")
     small = length.isdigit() and int(length) <= bodies.MAX_FORM_BYTES
-    async with contextlib.AsyncExitStack() as held:
-        if bodies.media_type(request) == FORM and not small:
-            _refuse_if_busy(state.snapshots)
-            await held.enter_async_context(state.snapshots)
+    large = bodies.media_type(request) == FORM and not small
+    async with _place(state.snapshots) if large else contextlib.nullcontext():
         yield
 
 
-def _refuse_if_busy(places: asyncio.Semaphore) -> None:
-    """Raises Problem, 503, while as many files are taken or sent as lie in memory at most."""
+@contextlib.asynccontextmanager
+async def _place(places: asyncio.Semaphore) -> AsyncIterator[contextlib.AsyncExitStack]:
+    """Context manager: one of the places for files that lie in memory, which its stack gives back. Raises Problem, 503,
+    while all are taken."""
     if places.locked():
         raise Unavailable("busy", "Other files are being sent; ask again.", 1)
+    async with contextlib.AsyncExitStack() as held:
+        await held.enter_async_context(places)
+        yield held
 
 
 async def _taken(state: AppState, live: LiveSession, command: Save | GetLog | SetTimeline, refused: int) -> Any:

@@ -134,7 +134,8 @@ async def test_a_log_is_opened_as_a_session_that_plays_it_and_goes_on() -> None:
         fly = json.dumps({"at": 1, "controls": {"fly": 1}}).encode()
         for wrong, field in (
             (data[:-1] + b"x", "log"), (b"", "log"), (data.replace(b'"painted"', b'"other"'), "log"),
-            (data.replace(b'"image":""', b'"image":"00"'), "log"), (b"\n".join([*data.splitlines()[:-1], fly]), "control"),
+            (data.replace(b'"image":""', b'"image":"00"'), "log"),
+            (b"\n".join([*data.splitlines()[:-1], fly]), "control"),
         ):  # fmt: skip
             refused = await site.http.post("/api/sessions", files={"log": wrong})
             assert (refused.status_code, refused.json().get("field")) == (422, field), refused.text

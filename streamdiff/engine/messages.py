@@ -290,22 +290,23 @@ class Saved(StreamEvent):
 
 @dataclass(frozen=True)
 class Kept(StreamEvent):
-    """Snapshots are kept of the session: it can be rewound to the chunks from `first` on, and `last` is the latest of
-    which there is one. None: it cannot be."""
+    """Snapshots are kept of the session: it can be rewound to `chunks`, the first of which there is one and those after
+    it; the second number is the latest of which there is one. None: it cannot be."""
 
-    first: int | None
-    last: int | None
+    chunks: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Accepted(StreamEvent):
     """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
-    prompt as the model is given it, empty where the request says nothing of it."""
+    prompt as the model is given it, empty where the request says nothing of it; `begin`: the chunk from which a
+    timeline counts."""
 
     request: str
     epoch: int
     text: str
     notice: str = ""
+    begin: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,11 @@ class KeptSnapshots:
         self._limit, self._chunks = limit, chunks
         self._kept: list[KeptSnapshot] = []
         self._too_large: object = None  # the latest stream of which one alone is above the limit
-        self._told: dict[str, Kept] = {}
+        self._told: dict[str, tuple[int, int] | None] = {}
 
     def is_due(self, session: Session, chunk: int) -> bool:
         """Whether one is to be taken of a session whose next chunk this is."""
-        latest = self._kept_of(session).last or 0
+        _, latest = self._chunks_of(session) or (0, 0)
         return self._limit > 0 and chunk >= latest + self._chunks and session.stream is not self._too_large
 
     def add(self, kept: KeptSnapshot) -> None:
@@ -65,8 +65,8 @@ class KeptSnapshots:
         before = [each for each in self._of(session) if each.place.chunk <= chunk <= most]
         if before:
             return before[-1]
-        first = self._kept_of(session).first
-        can = "nothing of it is kept (serve.rewind_mb)" if first is None else f"it can be {first} to {most}"
+        kept = self._chunks_of(session)
+        can = "nothing of it is kept (serve.rewind_mb)" if kept is None else f"it can be {kept[0]} to {most}"
         raise RequestError("chunk", f"chunk is {chunk}; {can}", "chunk")
 
     def rewound(self, session: Session, chunk: int) -> None:
@@ -79,15 +79,15 @@ class KeptSnapshots:
             return []
         streams = {id(each.stream) for each in sessions}
         self._kept = [each for each in self._kept if id(each.stream) in streams]
-        told, self._told = self._told, {each.name: self._kept_of(each) for each in sessions}
-        return [now for name, now in self._told.items() if now != told.get(name, Kept(name, None, None))]
+        told, self._told = self._told, {each.name: self._chunks_of(each) for each in sessions}
+        return [Kept(name, chunks) for name, chunks in self._told.items() if chunks != told.get(name)]
 
     def _of(self, session: Session) -> list[KeptSnapshot]:
         return [each for each in self._kept if each.stream is session.stream]
 
-    def _kept_of(self, session: Session) -> Kept:
-        chunks = [each.place.chunk for each in self._of(session)]
-        return Kept(session.name, *((chunks[0], chunks[-1]) if chunks else (None, None)))
+    def _chunks_of(self, session: Session) -> tuple[int, int] | None:
+        kept = self._of(session)
+        return (kept[0].place.chunk, kept[-1].place.chunk) if kept else None
 
 
 class SaveAndSwapQueue:

@@ -370,7 +370,7 @@ class Session:
         begin = self._pipeline.next_chunk(self.slot) if begin is None else begin
         self._timeline = Timeline(changes, begin, encode) if changes else None
         self._wait()
-        return [Accepted(self.name, request, self.epoch, "")]
+        return [Accepted(self.name, request, self.epoch, "", begin=begin)]
 
     def _wait(self) -> None:
         """Tell the pipeline which chunk waits for the next change. Mutates: self."""

@@ -34,7 +34,8 @@ from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
 from streamdiff.server.sessions.keeper import record_of, spec_of
-from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.stream_spec import StreamSpec
 from streamdiff.snapshot_header import check_signature, read_saved_session, signed
 
 logger = logging.getLogger(__name__)
@@ -422,7 +423,8 @@ async def set_timeline(request: Request, state: State, live: Steered) -> schemas
         raise Problem(422, why, code="timeline", field=f"{at}.steps")
     for index, each in enumerate(changes):
         state.manager.words.check(each.prompt or "", f"{index}.prompt")
-    await _taken(state, live, SetTimeline(live.id, changes), 422)
+    accepted = await _taken(state, live, SetTimeline(live.id, changes), 422)
+    live.show_timeline(changes, accepted.begin)
     return schemas.TimelineInfo(changes=len(changes))
 
 

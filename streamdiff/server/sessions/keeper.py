@@ -30,7 +30,8 @@ from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.sessions.control import StreamEnded
-from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.stream_spec import StreamSpec
 from streamdiff.snapshot_header import read_saved_session
 
 logger = logging.getLogger(__name__)

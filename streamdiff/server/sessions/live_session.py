@@ -10,15 +10,15 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
-from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
+from streamdiff.engine.timeline import TimedChange, coming
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
@@ -41,9 +41,9 @@ from streamdiff.server.sessions.control import (
     load_limited_fields,
 )
 from streamdiff.server.sessions.steering import Steering
+from streamdiff.server.sessions.stream_spec import StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput
 from streamdiff.server.sessions.wheel import BlockedWords, Watcher, Wheel
-from streamdiff.snapshot_header import SavedStream
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +51,6 @@ STALLED_S = 2.0
 OPENING = "open"
 """`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
 Mailbox = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class StreamSpec:
-    """Initial settings of a session; None means the engine's default. `fps`: frames shown per second. `image`: the
-    picture that it begins with, see `messages.Open`. `features` replace the image, the prompt, or a video. `adaptive`:
-    whether its steps and frame rate are reduced under load."""
-
-    prompt: str
-    seed: int
-    fps: float
-    steps: int | None = None
-    kv_context: str | None = None
-    image: Pictures | None = None
-    features: Features = NOTHING
-    adaptive: bool = False
-
-    def resumed(self, saved: SavedStream, prompt: str | None, steps: int | None = None) -> StreamSpec:
-        """The spec of a session that resumes from a snapshot, with what was saved; a prompt and steps may replace
-        it."""
-        prompt, steps = saved.text if prompt is None else prompt, saved.steps if steps is None else steps
-        return replace(self, prompt=prompt, steps=steps, seed=saved.seed, kv_context=saved.kv_context)
 
 
 class LiveSession:
@@ -141,8 +119,11 @@ class LiveSession:
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
         """Noise that is mixed with that; and the controls that are held."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
-        self.kept: list[int] | None = None
+        self.kept: tuple[int, int] | None = None
         """The first chunk that it can be rewound to, and the latest that is kept."""
+        self.chunk, self.timeline_begin = -1, 0
+        """The latest chunk that was made; that from which the timeline counts."""
+        self.timeline: Sequence[TimedChange] = ()
 
     @property
     def fps(self) -> float:
@@ -272,7 +253,7 @@ class LiveSession:
 
         Mutates: self.
         """
-        self.engine, self.place, self.kept = engine, "none", None
+        self.engine, self.place, self.kept, self.timeline = engine, "none", None, ()
         for name in self._answers:
             of_engine = name == OPENING or name.startswith("ask ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
@@ -312,6 +293,7 @@ class LiveSession:
         now_s = clock.monotonic_s()
         match event:
             case FrameBatch():
+                self.chunk = event.chunk
                 self.playback.push(event, now_s)
                 self._count_made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
@@ -337,8 +319,8 @@ class LiveSession:
                 self._handle_input_used(event)
             case messages.Swapped():
                 self.place = event.place
-            case messages.Kept(first=first, last=last):
-                self.kept = None if first is None or last is None else [first, last]
+            case messages.Kept():
+                self.kept = event.chunks
                 self.broadcast({"type": "kept", "kept": self.kept})
             case messages.Closed():
                 self.place = "none"
@@ -349,23 +331,23 @@ class LiveSession:
         if isinstance(message, ControlsMessage):  # the state does not tell what is held
             self._deliver(self._requests.accepted(event.request, event.epoch, "", "", now_s))
             return
+        resets = isinstance(message, control.ResetMessage) or getattr(message, "switch", "") == "reset"
+        if resets or isinstance(message, control.RewindMessage):
+            self.playback.clear_before(event.epoch)
+            self.resets += 1
+            self.chunk, self.timeline_begin = -1, 0
         match message:
             case control.ResetMessage(seed=seed) as reset:
-                self.playback.clear_before(event.epoch)
-                self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
+                self.seed = self.seed if seed is None else seed
                 if isinstance(reset, control.PictureReset):
                     self.image, self.begins_with_image = reset.picture, reset.picture is not None
                     self.features = self.features.without("image_latents")
                     if self.begins_with_image:
                         self.features = self.features.without("video_latents")
-            case control.PromptMessage(prompt=prompt, switch=switch):
+            case control.PromptMessage(prompt=prompt):
                 self.prompt, self.features = prompt, self.features.without("prompt_embeds")
-                if switch == "reset":
-                    self.resets += 1
-                    self.playback.clear_before(event.epoch)
             case control.RewindMessage(chunk=chunk):
-                self.playback.clear_before(event.epoch)
-                self.prompt, self.resets = event.text or self.prompt, self.resets + 1
+                self.prompt, self.timeline = event.text or self.prompt, ()
                 self.broadcast({"type": "rewound", "chunk": chunk})
             case control.StepsMessage():
                 self.steps = self._sent_steps
@@ -592,6 +574,11 @@ class LiveSession:
         for mailbox, may_control, _ in list(self.peers.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
+    def show_timeline(self, changes: Sequence[TimedChange], begin: int) -> None:
+        """It plays these changes, from chunk `begin` on: say so. Mutates: self."""
+        self.timeline, self.timeline_begin = changes, begin
+        self._send_state()
+
     def _send_state(self) -> None:
         self.broadcast(self.state(may_control=True), self.state(may_control=False))
 
@@ -637,6 +624,7 @@ class LiveSession:
             "controls": [asdict(each) for each in self._ready.controls],
             "wheel": self.wheel.state(),
             "kept": self.kept,
+            "timeline": coming(self.timeline, self.timeline_begin, self.chunk),
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,
@@ -656,6 +644,7 @@ class LiveSession:
             "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
             "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
             "encoder_dropped": playback.dropped,
+            "chunk": self.chunk,
             **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
             "occupancy": [round(share, 3) for share in self._occupancy()],
             "input": None if self.input is None else self.input.figures(),

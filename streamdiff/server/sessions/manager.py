@@ -29,7 +29,8 @@ from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions.control import EngineStatus, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
-from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
+from streamdiff.server.sessions.live_session import OPENING, LiveSession
+from streamdiff.server.sessions.stream_spec import StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput, play
 from streamdiff.server.sessions.wheel import BlockedWords
 from streamdiff.server.tasks import end_tasks, wait_at_most
@@ -358,6 +359,7 @@ class Manager:
             if isinstance(error, TimeoutError | EngineFailure):
                 raise Unavailable("engine", "The engine did not open the session.", ENDED_RETRY_S) from error
             raise
+        session.show_timeline(more.get("changes", ()), 0)
         fields = log_fields(session=session.id, fps=session.fps, steps=session.steps, seed=session.seed)
         logger.info("Session %s was opened.", session.id, extra=fields)
         return session

@@ -131,6 +131,7 @@ function drawState(state) {
   drawSuggestions(state.text, suggest);
   view.controls = state.controls;
   past.draw(state.kept);
+  past.drawComing(state.timeline);
   wheel.draw(state.wheel);
 }
 
@@ -204,7 +205,10 @@ const handlers = {
   kept: ({ kept }) => past.draw(kept),
   rewound: () => drawReceipt("The stream goes on from an earlier moment.", "accepted"),
   receipt: onReceipt,
-  stats: (stats) => drawStats(stats, view),
+  stats: (stats) => {
+    drawStats(stats, view);
+    past.drawComing();
+  },
   error: (error) => {
     onRefused(asked.get(error.id)?.kind, error.field, error.message);
     asked.delete(error.id);
@@ -554,13 +558,7 @@ startRecording({
   authorization: client.authorization,
   told: (text) => drawReceipt(text),
 });
-const past = startRewinding({
-  session: () => view.session,
-  authorization: client.authorization,
-  view,
-  rewind: (chunk) => ask("rewind", { chunk }),
-  told: (text) => drawReceipt(text),
-});
+const past = startRewinding({ client, view, rewind: (chunk) => ask("rewind", { chunk }), told: (text) => drawReceipt(text) });
 startSharpening();
 const ideas = startSuggestions(() => view.prompt);
 openShared(client.authorization).then(

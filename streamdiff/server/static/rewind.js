@@ -1,18 +1,20 @@
-// Going back: a scrubber over what the server keeps of the stream, a branch of it, and its log as a file.
+// Going back: a scrubber over what the server keeps of the stream, a branch of it, and its log as a file. And what is to
+// come: the next changes of its timeline.
 
 import { refusal } from "./client.js";
 import { $, download, drawFieldError, setText } from "./dom.js";
 
 /** `rewind` is called with the chunk to go back to, `told` with what the visitor reads. Returns what the page calls with
- *  the first and the latest chunk that are kept (null: none), and with a chunk that somebody has gone back to. */
-export function startRewinding({ session, authorization, view, rewind, told }) {
+ *  the first and the latest chunk that are kept (null: none), and with the next changes of the timeline. */
+export function startRewinding({ client, view, rewind, told }) {
   const range = $("rewind");
+  let coming = []; // changes of the timeline, each with its chunk
 
-  const address = () => `api/sessions/${encodeURIComponent(session())}`;
-  const secondsBack = () => Math.round(((range.max - range.value) * (view.chunkFrames ?? 12)) / (view.fps || 1));
+  const secondsOf = (chunks) => Math.round((chunks * (view.chunkFrames ?? 12)) / (view.fps || 1));
+  const address = () => `api/sessions/${encodeURIComponent(view.session)}`;
 
   function drawValue() {
-    const seconds = secondsBack();
+    const seconds = secondsOf(range.max - range.value);
     setText($("rewind-value"), seconds ? `−${seconds} s` : "now");
     range.setAttribute("aria-valuetext", seconds ? `${seconds} seconds ago` : "now");
   }
@@ -27,11 +29,28 @@ export function startRewinding({ session, authorization, view, rewind, told }) {
     drawValue();
   }
 
+  /** The next changes of the timeline, and in how many seconds they come; without them those of before. */
+  function drawComing(told) {
+    const now = view.stats?.chunk ?? 0;
+    const before = coming.length;
+    coming = (told ?? coming).filter(({ chunk }) => chunk > now);
+    if (!told && before && !coming.length) client.send({ type: "get" }); // what comes then
+    const next = coming.map(({ chunk, prompt, controls, taps }) => {
+      const held = Object.entries({ ...controls, ...taps }).map(([name, value]) => `${name} ${value}`);
+      return `${[...(prompt ? [prompt] : []), ...held].join(", ")} in ${Math.max(1, secondsOf(chunk - now))} s`;
+    });
+    $("coming").hidden = !next.length;
+    setText($("coming-text"), next.join(" · "));
+  }
+
   /** Ask the server; what it refuses is said below. */
   async function ask(path, how, take) {
     drawFieldError("rewind", "");
     try {
-      const answer = await fetch(path, { ...how, headers: { ...how.headers, ...authorization } });
+      const headers = { ...how.headers, ...client.authorization };
+      let answer = await fetch(path, { ...how, headers });
+      // The token of a session opens no other; where the server has none, nobody needs one for that.
+      if (answer.status === 401 && delete headers.Authorization) answer = await fetch(path, { ...how, headers });
       if (!answer.ok) throw await refusal(answer);
       await take(answer);
     } catch (error) {
@@ -65,5 +84,5 @@ export function startRewinding({ session, authorization, view, rewind, told }) {
     ask("api/sessions", { method: "POST", body }, visit);
   });
 
-  return { draw };
+  return { draw, drawComing };
 }

@@ -499,8 +499,6 @@ class Engine:
             made_frames=made, shown_frames=made, source=session.name, chunk=command.chunk,
         )  # fmt: skip
         branch = self._source(opening)
-        if command.steps is not None:
-            self._pipeline.check_steps(session.slot, command.steps)
         events: list[Event] = [closed_before(save) for save in self._resting.drop_saves(session)]
         self._pipeline.close_session(session.slot)
         try:
@@ -548,7 +546,9 @@ class Engine:
         if branch is not None:
             session.renumber(command.epoch + session.epoch - oldest, command.made_frames, command.shown_frames)
             encode, place = self._prompt_queue.encode_ahead, branch[1].place
-            session.catch_up_with(branch[0], place, command.chunk, command.steps, again, encode)
+            session.catch_up_with(branch[0], place, command.chunk, again, encode)
+            if command.steps is not None:
+                session.later.append(PendingRequest(messages.SetSteps(session.name, command.steps)))
             return events if again else events + session.open("", switches)
         new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)

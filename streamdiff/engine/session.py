@@ -50,16 +50,6 @@ class Blend:
     chunk: int = -1
 
 
-@dataclass
-class CatchUp:
-    """Chunks before `until` are made again; from there on `held` are the controls, and `steps` (None: as it was
-    then)."""
-
-    until: int
-    held: dict[str, float]
-    steps: int | None
-
-
 @dataclass(eq=False)
 class Session:
     """One stream, in slot `slot` of `_pipeline`. Every method calls the pipeline as needed and returns the events."""
@@ -108,10 +98,12 @@ class Session:
     """The conditioning that the pipeline was given last; None, in a resumed session: that of the text."""
     stream: object = field(default_factory=object, init=False)
     """Stands for its stream: a reset begins another, a rewind does not."""
-    catch_up: CatchUp | None = field(default=None, init=False)
-    """While chunks are made again that nobody sees."""
+    catch_up: int | None = field(default=None, init=False)
+    """While chunks are made again that nobody sees: the first that is seen."""
     later: list[Any] = field(default_factory=list, init=False)
-    """Requests that have come meanwhile."""
+    """Requests that hold from there on."""
+    _held: dict[str, float] = field(default_factory=dict, init=False)
+    """The controls that do."""
     _hidden: int = field(default=0, init=False)
     """Frames of chunks before this one are not seen."""
     _timeline: Timeline | None = field(default=None, init=False)
@@ -197,15 +189,16 @@ class Session:
         self.made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
         self._begin_log(f"it continues from a snapshot that was taken at chunk {chunk + 1}")
 
-    def catch_up_with(self, source: Session, place: LogPlace, chunk: int, steps: int | None, again: bool,
-                      encode: Callable[[str], Future[Any]]) -> None:  # fmt: skip
-        """Go on as `source` did from a place of its log, unseen before `chunk`; `steps` as in `Rewind`. `again`: it
-        takes the place of `source`, whose stream it goes on with. Mutates: self."""
+    def catch_up_with(
+        self, source: Session, place: LogPlace, chunk: int, again: bool, encode: Callable[[str], Future[Any]]
+    ) -> None:
+        """Go on as `source` did from a place of its log, unseen before `chunk`. `again`: instead of `source`, whose
+        stream it goes on with, and what is held there holds. Mutates: self."""
         self.log, changes = source.log.back(place, chunk)
         self._timeline = Timeline(changes, 0, encode) if changes else None
-        self.catch_up, self._hidden = CatchUp(chunk, dict(source.log.held) if again else {}, steps), chunk
+        self.catch_up = self._hidden = chunk
         if again:
-            self.stream = source.stream
+            self.stream, self._held = source.stream, dict(source.log.held)
             self._control_requests = dict.fromkeys(source._control_requests, 0)  # the first frame that is seen obeys
         self.set_paused(False)
         self._set_frame_credit()
@@ -218,16 +211,13 @@ class Session:
     @property
     def _caught_up(self) -> bool:
         """Whether the next chunk is the first that is seen."""
-        return self.catch_up is not None and self.catch_up.until <= self._pipeline.next_chunk(self.slot)
+        return self.catch_up is not None and self.catch_up <= self._pipeline.next_chunk(self.slot)
 
-    def _go_on(self) -> list[Event]:
-        """What holds now holds from the next chunk on. Mutates: self."""
-        end = self.catch_up
-        assert end is not None, "it has caught up"
+    def _go_on(self) -> None:
+        """What is held now holds from the next chunk on. Mutates: self."""
         self.catch_up = self._timeline = None
-        if values := {name: end.held.get(name, 0.0) for name in self.log.held | end.held}:
+        if values := {name: self._held.get(name, 0.0) for name in self.log.held | self._held}:
             self.set_controls(values, "", pressed=False)
-        return [] if end.steps in (None, self.steps) else self._new_steps(end.steps)
 
     def place(self) -> LogPlace:
         """Where it is, at rest."""
@@ -236,7 +226,8 @@ class Session:
     @property
     def settled(self) -> bool:
         """Whether a snapshot, and its log from there on, have all that it takes to go on from it."""
-        return not (self.changes or self._blend or self.fed or self.catch_up) and self.log.cut_at is None
+        waits = self.changes or self._blend or self.fed or self.catch_up is not None
+        return not waits and self.log.cut_at is None
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,
@@ -336,7 +327,9 @@ class Session:
         Raises:
             StreamdiffError, OSError, RuntimeError, ValueError: a prompt of the timeline could not be encoded.
         """
-        events = self._go_on() if self._caught_up else []
+        events: list[Event] = []
+        if self._caught_up:
+            self._go_on()
         self.apply_pending(in_order=True)
         while not self._pending and not self._pipeline.reruns(self.slot) and (timeline := self._due_timeline):
             if (taken := timeline.take()) is None:
@@ -352,16 +345,13 @@ class Session:
             self.encoded = change.prompt, conditioning
             events += self.set_prompt(change.prompt, "", "", change.switch or "keep", False, change.over, change.along)
         if change.steps is not None:
-            self._new_steps(change.steps)
+            ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
+            self.set_steps(change.steps, ahead, "")
         for values in (change.controls, change.taps, dict.fromkeys(change.taps, 0.0)):
             if values:
                 self.set_controls(values, "")
         self.apply_pending(in_order=True)
         return events
-
-    def _new_steps(self, steps: int) -> list[Event]:
-        ahead = self._pipeline.min_ahead_frames(steps=steps, kv_context=self.kv_context)
-        return self.set_steps(steps, ahead, "")
 
     def set_timeline(
         self, changes: tuple[TimedChange, ...], begin: int | None, encode: Callable[[str], Future[Any]], request: str
@@ -378,7 +368,7 @@ class Session:
         if self._timeline is not None and self._timeline.chunk is not None:
             chunks.append(self._timeline.chunk)
         if self.catch_up is not None:
-            chunks.append(self.catch_up.until)
+            chunks.append(self.catch_up)
         if (chunk := min(chunks, default=None)) != self._waits_at:
             self._waits_at = chunk
             self._pipeline.wait_at(self.slot, chunk)

@@ -131,7 +131,7 @@ class StreamSession:
         if self._is_open:
             self._tell(messages.Close(self._name))
         self._clear(self._name)
-        self._ask(opening, "")
+        self._ask(opening)
 
     def replay(self, log: Log | Path | str, image: Image | None = None, fit: str = "cover") -> None:
         """End the stream, and play that of a log again, a file or one that was read: the same latents, on the same
@@ -193,7 +193,7 @@ class StreamSession:
         """
         switch = switch or self._switch
         request = f"{'reset' if switch == 'reset' else 'prompt'} {next(self._numbers)}"
-        accepted = self._ask(messages.SetPrompt(self._name, text, request, switch, over=over, along=along), request)
+        accepted = self._ask(messages.SetPrompt(self._name, text, request, switch, over=over, along=along))
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
@@ -204,8 +204,7 @@ class StreamSession:
         Raises:
             RequestError: a number that the model does not have, which the error names.
         """
-        request = f"steps {next(self._numbers)}"
-        self._ask(messages.SetSteps(self._name, number, request), request)
+        self._ask(messages.SetSteps(self._name, number, f"steps {next(self._numbers)}"))
 
     def control(self, **values: float) -> None:
         """Hold controls, by name (`controls`): an axis from -1 to 1, a button 0 or 1; 0 lets it go, others stay as they
@@ -215,8 +214,7 @@ class StreamSession:
         Raises:
             RequestError: a control that the model does not have, or a value that it cannot take.
         """
-        request = f"control {next(self._numbers)}"
-        self._ask(messages.SetControls(self._name, values, request), request)
+        self._ask(messages.SetControls(self._name, values, f"control {next(self._numbers)}"))
 
     def timeline(self, changes: Sequence[Mapping[str, Any] | TimedChange], *, fps: float | None = None) -> None:
         """Let changes come by themselves: a list of `{"at": chunk, ...}` or `{"seconds": s, ...}` (docs/replay.md),
@@ -228,7 +226,7 @@ class StreamSession:
         """
         request = f"timeline {next(self._numbers)}"
         placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
-        self._ask(messages.SetTimeline(self._name, placed_changes, request, None if self._made else 0), request)
+        self._ask(messages.SetTimeline(self._name, placed_changes, request, None if self._made else 0))
 
     def log(self) -> bytes:
         """What has steered the stream since it began or was reset, as a file of JSON lines, which `streamdiff generate
@@ -248,8 +246,7 @@ class StreamSession:
         Raises:
             RequestError: nothing of it is kept, or video feeds it; says which chunks it can be.
         """
-        request = f"rewind {next(self._numbers)}"
-        self._ask(messages.Rewind(self._name, chunk, request=request), request)
+        self._ask(messages.Rewind(self._name, chunk, request=f"rewind {next(self._numbers)}"))
 
     def branch(self, chunk: int) -> StreamSession:
         """Another stream, which goes on from before a chunk as `rewind` would; this one goes on too. Both have the same
@@ -257,7 +254,7 @@ class StreamSession:
         other = copy(self)
         other._clear(f"stream {next(self._numbers)}")
         try:
-            other._ask(messages.Open(other._name, "", source=self._name, chunk=chunk), "")
+            other._ask(messages.Open(other._name, "", source=self._name, chunk=chunk))
         except BaseException:
             del self._streams[other._name]
             raise
@@ -272,7 +269,7 @@ class StreamSession:
         """
         begin = None if image is ... else self._fitted(image, fit)
         request = f"reset {next(self._numbers)}"
-        self._ask(messages.Reset(self._name, seed, request, begin, no_image=image is None), request)
+        self._ask(messages.Reset(self._name, seed, request, begin, no_image=image is None))
 
     def video(self, strength: float | None = messages.DEFAULT_STRENGTH) -> None:
         """Let the next chunks start from the video that `feed` brings, with noise of level `strength` mixed in: near 0
@@ -285,8 +282,8 @@ class StreamSession:
         Raises:
             RequestError: a strength out of range, or a model that encodes no video.
         """
-        request, self._video_fault = f"video {next(self._numbers)}", ""
-        self._ask(messages.SetInput(self._name, strength, request), request)
+        self._video_fault = ""
+        self._ask(messages.SetInput(self._name, strength, f"video {next(self._numbers)}"))
         self._takes_video = strength is not None
 
     def feed(self, frames: Frame, fit: str = "cover") -> None:
@@ -345,7 +342,7 @@ class StreamSession:
         # A server's snapshot has none of the frames that were made and not shown.
         pictures, made = Snapshot.from_bytes(data).pictures, read_saved_session(data).made_frames
         shown = made - len(pictures)
-        self._ask(messages.Open(self._name, "", snapshot=data, made_frames=made, shown_frames=shown), "")
+        self._ask(messages.Open(self._name, "", snapshot=data, made_frames=made, shown_frames=shown))
         self._frames.extend(pictures)
         self._made = made
         self._tell(messages.SetPaused(self._name, False))
@@ -377,7 +374,7 @@ class StreamSession:
             self._check_open()
             self._take(self._engine.handle(command))
 
-    def _ask(self, command: messages.Command, request: str) -> messages.Accepted | messages.Opened:
+    def _ask(self, command: messages.Command) -> messages.Accepted | messages.Opened:
         """Send a command, and wait for its answer without making frames: how long that takes does not change from which
         chunk on it holds. Raises RequestError where it is refused."""
         self._tell(command)
@@ -386,7 +383,7 @@ class StreamSession:
                 self._check_open()
                 self._take(self._engine.settle())
                 self._catch_up()
-                event = self._answers.pop(request, None)
+                event = self._answers.pop(getattr(command, "request", ""), None)
                 waited_for = self._engine.encodings()
             if isinstance(event, messages.Refused):
                 raise RequestError(event.field, event.reason)
@@ -419,7 +416,7 @@ class StreamSession:
             self._answers[""], self._failure, self._is_open = event, "", True
             self.text, self.notice, self._switch = event.text, event.notice, event.switches[0]
         elif isinstance(event, messages.Accepted | messages.Refused):
-            if event.request:
+            if event.request or isinstance(event, messages.Refused):
                 self._answers[event.request] = event
             if isinstance(event, messages.Accepted):
                 self.text = event.text or self.text

@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from streamdiff import clock
@@ -21,11 +21,12 @@ from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import GetLog, Pictures, Save, SetTimeline
 from streamdiff.engine.timeline import MAX_CHANGES, parse_timeline, placed, timeline_schema
 from streamdiff.engine.validation import digest_of
-from streamdiff.errors import ConfigError, EngineFailure, RequestError
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app_state import AppState, count_refusals, state_of, watcher_of
 from streamdiff.server.auth import Role
 from streamdiff.server.media.clip import KEPT_S, write_clip
-from streamdiff.server.problem import Problem, Unavailable
+from streamdiff.server.outputs.output import OutputStatus
+from streamdiff.server.problem import Problem, Unavailable, refused_as
 from streamdiff.server.routes import bodies, dependencies, schemas
 from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
 from streamdiff.server.routes.control import carry_out, status_of
@@ -34,8 +35,7 @@ from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
 from streamdiff.server.sessions.keeper import record_of, spec_of
-from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.stream_spec import StreamSpec
+from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
 from streamdiff.snapshot_header import check_signature, read_saved_session, signed
 
 logger = logging.getLogger(__name__)
@@ -86,34 +86,29 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
     return schemas.SessionList(server=state.config.serve.name, sessions=sessions, capacity=_capacity(state))
 
 
-@router.post(
-    "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
-    **operation("steer", 503, body=_NEW),
-)  # fmt: skip
-async def open_session(request: Request, state: State) -> Response:
+@router.post("", status_code=201, summary="Open a session", **operation("steer", 503, body=_NEW))
+async def open_session(request: Request, response: Response, state: State) -> schemas.OpenedSession:
     with count_refusals(state.metrics.refused):
         if state.visits(request) and bodies.media_type(request) == FORM:
             raise Problem(415, "Files take the control token; a visitor's session is opened by JSON.")
         async with _place_for_upload(request, state):
-            return await _open(request, state)
+            return await _open(request, response, state)
 
 
 async def _opened(
-    request: Request, state: AppState, spec: StreamSpec, snapshot: bytes | None = None, **more: Any
-) -> Response:
-    """Open a session as `Manager.open` does; the answer. Raises Problem."""
-    try:
+    request: Request, response: Response, state: AppState, spec: StreamSpec, snapshot: bytes | None = None, **more: Any
+) -> schemas.OpenedSession:
+    """Open a session as `Manager.open` does; the answer. Raises Problem. Mutates: response."""
+    with refused_as("refused"):
         session = await state.manager.open(spec, snapshot, **more)
-    except RequestError as error:
-        raise Problem(422, str(error), code="refused", field=error.field) from error
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
-    opened = schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
-    return JSONResponse(opened.model_dump(), 201, {"Location": f"/api/sessions/{session.id}"})
+    response.headers["Location"] = f"/api/sessions/{session.id}"
+    return schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
 
 
-async def _open(request: Request, state: AppState) -> Response:
-    """Open the session that a request asks for; the answer. Raises Problem."""
+async def _open(request: Request, response: Response, state: AppState) -> schemas.OpenedSession:
+    """Open the session that a request asks for; the answer. Raises Problem. Mutates: response."""
     ready = state.manager.ready
     files = {"image": 0, LOG: 0, SNAPSHOT: LARGEST_SNAPSHOT_BYTES, **bodies.feature_files(ready)}
     wanted, picture, sent = await _read(request, schemas.NewSession, state, files)
@@ -127,7 +122,7 @@ async def _open(request: Request, state: AppState) -> Response:
     more: dict[str, Any] = {}
     if (log := sent.get(LOG)) is not None and snapshot is None:
         spec, more = await asyncio.to_thread(_log_to_play, log, wanted, spec, state)
-    return await _opened(request, state, spec, snapshot, **more)
+    return await _opened(request, response, state, spec, snapshot, **more)
 
 
 @router.get("/{session}", summary="One session", **operation("watch"))
@@ -154,15 +149,12 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
     return schemas.EndedSession(id=session, ended=state.manager.end_reason(session) or "deleted")
 
 
-@router.delete(
-    "/{session}/input", status_code=204, summary="End its video input", **operation("steer")
-)  # fmt: skip
-async def end_input(request: Request, live: Steered) -> Response:
+@router.delete("/{session}/input", status_code=204, summary="End its video input", **operation("steer"))
+async def end_input(request: Request, live: Steered) -> None:
     live.wheel.check_holder(watcher_of(request, live))
     if live.input is None:
         raise Problem(404, "No video feeds the session.", code="no_input")
     await live.input.end("delete")
-    return Response(status_code=204)
 
 
 @router.post("/{session}/pause", summary="Hold it", **operation("steer", 503, 504, answers=_LATER))
@@ -197,16 +189,15 @@ async def rewind_session(request: Request, response: Response, live: Steered) ->
 
 
 @router.post(
-    "/{session}/branch", status_code=201, response_model=schemas.OpenedSession,
-    summary="Open a session that goes on from an earlier chunk of this one",
+    "/{session}/branch", status_code=201, summary="Open a session that goes on from an earlier chunk of this one",
     **operation("steer", 409, 503, body=_AT_CHUNK),
 )  # fmt: skip
-async def branch_session(request: Request, state: State, live: Steered) -> Response:
+async def branch_session(request: Request, response: Response, state: State, live: Steered) -> schemas.OpenedSession:
     with count_refusals(state.metrics.refused):
         state.visits(request, live)
         live.wheel.check_holder(watcher_of(request, live))
         spec, chunk = spec_of(record_of(live), state.manager.ready), await _chunk(request)
-        return await _opened(request, state, spec, source=live.id, chunk=chunk)
+        return await _opened(request, response, state, spec, source=live.id, chunk=chunk)
 
 
 def _spec(
@@ -354,29 +345,25 @@ async def _carry_out_all(
 
 @router.get("/{session}/outputs", summary="Where it is sent", **operation("steer", 503))
 async def list_outputs(state: State, live: Controlled) -> schemas.OutputList:
-    found = state.outputs.of(live)
-    return schemas.OutputList(outputs=[schemas.OutputInfo(id=id, **asdict(status)) for id, status in found.items()])
+    return schemas.OutputList(outputs=state.outputs.of(live))
 
 
 @router.post(
-    "/{session}/outputs", status_code=201, response_model=schemas.OutputInfo, summary="Record it, or send it on",
+    "/{session}/outputs", status_code=201, summary="Record it, or send it on",
     **operation("steer", 503, body=dependencies.body_of(JSON, schemas.NewOutput.model_json_schema())),
 )  # fmt: skip
-async def add_output(request: Request, state: State, live: Controlled) -> Response:
+async def add_output(request: Request, response: Response, state: State, live: Controlled) -> OutputStatus:
     wanted = schemas.read(schemas.NewOutput, await bodies.read_json(request, MAX_BODY_BYTES))
-    try:
-        id, status = await state.outputs.add(live, wanted.target)
-    except RequestError as error:
-        raise Problem(422, f"{error}.", code="refused", field=error.field) from error
-    made = schemas.OutputInfo(id=id, **asdict(status))
-    return JSONResponse(made.model_dump(), 201, {"Location": f"/api/sessions/{live.id}/outputs/{id}"})
+    with refused_as("refused"):
+        made = await state.outputs.add(live, wanted.target)
+    response.headers["Location"] = f"/api/sessions/{live.id}/outputs/{made.id}"
+    return made
 
 
 @router.delete("/{session}/outputs/{id}", status_code=204, summary="Send it there no more", **operation("steer", 503))
-async def remove_output(state: State, live: Controlled, id: str) -> Response:
+async def remove_output(state: State, live: Controlled, id: str) -> None:
     if not await state.outputs.remove(live, id):
         raise Problem(404, "There is no such output.", code="unknown")
-    return Response(status_code=204)
 
 
 # ---- snapshots ----------------------------------------------------------------------------------------------------
@@ -414,10 +401,8 @@ async def set_timeline(request: Request, state: State, live: Steered) -> schemas
     from 0 after a reset."""
     live.wheel.check_holder(watcher_of(request, live))
     given = await bodies.read_json(request, MAX_BODY_BYTES)
-    try:
+    with refused_as("timeline"):
         changes = placed(parse_timeline(given), state.manager.ready.chunk_frames / live.fps)
-    except RequestError as error:
-        raise Problem(422, str(error), code=error.code, field=error.field) from error
     if (at := next((index for index, each in enumerate(changes) if each.steps is not None), None)) is not None:
         why = "A live session has its steps by its load: change them by PATCH, and leave `steps` out of the timeline."
         raise Problem(422, why, code="timeline", field=f"{at}.steps")
@@ -451,15 +436,14 @@ async def _place_for_upload(request: Request, state: AppState) -> AsyncIterator[
     are taken or sent. Raises Problem, 503, where there are more."""
     length = request.headers.get("content-length", "")
     small = length.isdigit() and int(length) <= bodies.MAX_FORM_BYTES
-    large = bodies.media_type(request) == FORM and not small
-    async with _place(state.snapshots) if large else contextlib.nullcontext():
+    async with contextlib.nullcontext() if small or bodies.media_type(request) != FORM else _place(state.snapshots):
         yield
 
 
 @contextlib.asynccontextmanager
 async def _place(places: asyncio.Semaphore) -> AsyncIterator[contextlib.AsyncExitStack]:
-    """Context manager: one of the places for files that lie in memory, which its stack gives back. Raises Problem, 503,
-    while all are taken."""
+    """Context manager: one of the `places` for files that lie in memory, given back at the end, or by who takes it over
+    with `pop_all`. Raises Problem, 503, where none is free."""
     if places.locked():
         raise Unavailable("busy", "Other files are being sent; ask again.", 1)
     async with contextlib.AsyncExitStack() as held:
@@ -472,9 +456,8 @@ async def _taken(state: AppState, live: LiveSession, command: Save | GetLog | Se
     if not live.opened:
         raise state.engine_problem(may_control=True, session=live)
     try:
-        return await live.ask(command, SAVE_TIMEOUT_S)
-    except RequestError as error:
-        raise Problem(refused, str(error), code="refused", field=error.field) from error
+        with refused_as("refused", refused):
+            return await live.ask(command, SAVE_TIMEOUT_S)
     except EngineFailure as error:
         raise state.engine_problem(may_control=True, session=live) from error
     except TimeoutError as error:

@@ -18,7 +18,7 @@ from streamdiff.config import Config
 from streamdiff.engine.features import check_file
 from streamdiff.engine.messages import Open, Ready
 from streamdiff.errors import RequestError
-from streamdiff.server.sessions.stream_spec import StreamSpec
+from streamdiff.server.sessions.live_session import StreamSpec
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
 from tests.server.scripted import CHUNK_FRAMES, CHUNK_SHAPE, COLOURS, INFO

@@ -10,13 +10,14 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
+from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
 from streamdiff.engine.timeline import TimedChange, coming
 from streamdiff.errors import EngineFailure, RequestError

@@ -394,8 +394,9 @@ class Session:
                 self.log.add(chunk, prompt=value.text, switch=value.switch, **how)
                 self._blend_on(epoch)
             elif kind == "steps":
+                if value != self.steps:
+                    self.log.add(chunk, steps=value)
                 self.steps = value
-                self.log.add(chunk, steps=value)
                 self._pipeline.set_steps(self.slot, value, epoch=epoch)
             else:
                 self.fed = value is not None

@@ -100,7 +100,7 @@ async def test_who_may_steer_goes_back_and_branches_off_and_all_who_watch_hear_o
         made = site.live.playback.made_frames
         await site.until(lambda: site.live.playback.made_frames > made + 16)
         header, *changes = await log(site)
-        assert changes == [] and header["chunks"] > first
+        assert changes == [] and header["chunks"] > first, (header, first)
         own, token = branch.json()["id"], bearer(branch.json()["control_token"])
         for id, name, shown in ((own, "branch", token), (own, "rewind", token), ("default", "rewind", {})):
             refused = await site.http.post(f"/api/sessions/{id}/{name}", json={"chunk": 10**6}, headers=shown)

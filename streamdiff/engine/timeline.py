@@ -7,6 +7,7 @@ on when they arrived.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from streamdiff.core import MAX_LORA_SCALE, PromptPolicy
 from streamdiff.errors import ConfigError, RequestError
 
 BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
-MAXCHANGES = 10_000
+MAX_CHANGES = 10_000
 _LONGEST_S, _MOST = 366 * 24 * 3600, 2**40
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _Value = Annotated[float, Field(ge=-1, le=1)]
@@ -79,13 +80,14 @@ class TimedChange:
     """everything begins again here; alone, in the last one"""
 
 
-CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChange], Field(max_length=MAXCHANGES)])
+CHANGE = TypeAdapter(TimedChange)
+_CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChange], Field(max_length=MAX_CHANGES)])
 
 
 def timeline_schema() -> dict[str, Any]:
     """JSON schema of a timeline."""
-    items = CHANGES.json_schema()["$defs"]["TimedChange"]
-    return {"type": "array", "maxItems": MAXCHANGES, "items": items}
+    items = _CHANGES.json_schema()["$defs"]["TimedChange"]
+    return {"type": "array", "maxItems": MAX_CHANGES, "items": items}
 
 
 def explained(error: ValidationError) -> tuple[str, str]:
@@ -102,12 +104,9 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
     """
     for index, each in enumerate(changes):
         others = each.prompt is not None or each.steps is not None or each.lora or each.controls or each.taps
+        one_time = (each.at is None) != (each.seconds is None)
         for name, wrong, why in (
-            (
-                "at",
-                (each.at is None) == (each.seconds is None),
-                "(a chunk) or `seconds` says when: give one of the two",
-            ),
+            ("at", not one_time, "(a chunk) or `seconds` says when: give one of the two"),
             ("loop", each.loop and (others or index < len(changes) - 1), "is alone, in the last change of all"),
             ("loop", each.loop and not (each.at or each.seconds), "is at a later chunk than the first"),
             ("loop", each.loop and index == 0, "has nothing before it that could begin again"),
@@ -123,7 +122,7 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
 def parse_timeline(value: object) -> tuple[TimedChange, ...]:
     """A timeline of a JSON value. Raises RequestError: it is none."""
     try:
-        changes = CHANGES.validate_python(value)
+        changes = _CHANGES.validate_python(value)
     except ValidationError as error:
         name, why = explained(error)
         raise RequestError(name, f"the timeline cannot be read: {name or 'the list'}: {why}", "timeline") from None
@@ -147,6 +146,21 @@ def placed(changes: Sequence[TimedChange], chunk_s: float) -> tuple[TimedChange,
     if at and at[-1].loop and not at[-1].at:
         raise RequestError(f"{len(at) - 1}.loop", f"`loop` is less than a chunk, {chunk_s:g} s, away", "timeline")
     return tuple(sorted(at, key=lambda each: (each.at or 0, each.loop)))
+
+
+def coming(changes: Sequence[TimedChange], begin: int, chunk: int, most: int = 3) -> list[dict[str, Any]]:
+    """What changes after a chunk, at most so many of them, with the chunk at which each comes, JSON-able; chunks of the
+    changes count from `begin` on."""
+    period = (changes[-1].at or 0) if changes and changes[-1].loop else 0
+    begin += max(0, chunk - begin) // period * period if period else 0
+    place = bisect_right(changes, chunk - begin, key=lambda each: each.at or 0)
+    ahead = [(begin, each) for each in changes[place : place + most] if not each.loop]
+    ahead += [(begin + period, each) for each in changes[:most] if period]
+    told = ("prompt", "controls", "taps")
+    return [
+        {"chunk": first + (each.at or 0), **{name: getattr(each, name) for name in told if getattr(each, name)}}
+        for first, each in ahead[:most]
+    ]
 
 
 @dataclass

@@ -18,36 +18,21 @@ from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
+from streamdiff.models import spec as model_spec
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
 from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.models.clip_vision import ClipVision, check_tower
 from streamdiff.models.resolve import ResolvedModel, resolve_model
-from streamdiff.models.spec import (
-    ActionModules,
-    ModelSpec,
-    ParsedPrompt,
-    TextEncoder,
-    choose_steps,
-    context_fault,
-    parse_size,
-    with_size,
-    with_window,
-)
+from streamdiff.models.spec import ActionModules, ModelSpec, ParsedPrompt, TextEncoder
 from streamdiff.models.text_encoder import EmbeddingFolder, WanText, check_text_files
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer import weights as wan_weights
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.models.transformer.weights import (
-    WanCheckpoint,
-    drawn_transformer,
-    load_transformer,
-    open_transformer,
-    plan_transformer,
-    takes_picture_only,
-)
+from streamdiff.models.transformer.weights import WanCheckpoint
 
 PARTS = ("weights", "vae", "text_encoder")
 _FINGERPRINT_BYTES = 2**20  # of each file
@@ -96,12 +81,14 @@ class ModelLoader:
         """
         model = self.model
         if model.weights is not None:
-            found = open_transformer(model.weights, model.container, model.architecture, model.usual_container)
+            found = wan_weights.open_transformer(
+                model.weights, model.container, model.architecture, model.usual_container
+            )
             if model.entry is not None:
                 _check_kind(found, model.entry, sizes=model.architecture is None)
             return found
         sizes = catalogue.transformer_arguments(catalogue.find(model.name))
-        return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
+        return wan_weights.open_transformer(wan_weights.drawn_transformer(model.name, sizes, self.device, self.dtype))
 
     @cached_property
     def folder_facts(self) -> FolderFacts | None:
@@ -127,7 +114,8 @@ class ModelLoader:
             if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
                 sink = said.get("sink_size")  # in worlds' own configurations
                 spec = replace(spec, window_latents=window, sink_latents=sink if type(sink) is int else 0)
-            return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
+            size = self.config.size
+            return spec if size is None else model_spec.with_size(spec, *model_spec.parse_size(size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
@@ -150,7 +138,7 @@ class ModelLoader:
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
-        if fault := context_fault(self.spec, config.kv_context):
+        if fault := model_spec.context_fault(self.spec, config.kv_context):
             raise ConfigError(fault, field="kv_context")
         given = _given_stream(config) if unknown else {}
         spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
@@ -160,8 +148,8 @@ class ModelLoader:
                     f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink "
                     "and --rope out"
                 )
-            spec = with_window(spec, *overrides)
-        choose_steps(config.step_count, spec.steps, spec.name)
+            spec = model_spec.with_window(spec, *overrides)
+        model_spec.choose_steps(config.step_count, spec.steps, spec.name)
         return spec
 
     def check_files(self, *parts: str) -> None:
@@ -173,13 +161,13 @@ class ModelLoader:
         """
         model = self.model
         if "weights" in parts and model.weights is not None:
-            plan_transformer(self.checkpoint, loras=model.loras)
+            wan_weights.plan_transformer(self.checkpoint, loras=model.loras)
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
         if "text_encoder" in parts and isinstance(model.text_encoder, Path):
             if model.reads_pictures:
                 check_tower(model.text_encoder, self.spec.text_shape)
-            elif not takes_picture_only(self.checkpoint.architecture):
+            elif not wan_weights.takes_picture_only(self.checkpoint.architecture):
                 check_text_files(model.text_encoder, self.spec.text_shape[1])
 
     def digest(self) -> str:
@@ -225,7 +213,7 @@ class ModelLoader:
         attention, quantize = kernels or Kernels(self.config.attention, self.config.quantize)
         attention_backend.probe(attention, device, dtype, heads, head_dim)
         attention_backend.activate(attention)
-        weights = load_transformer(
+        weights = wan_weights.load_transformer(
             self.checkpoint,
             device=weights_on or device,
             dtype=dtype,

@@ -198,8 +198,7 @@ def test_a_scale_comes_over_chunks_from_the_one_that_the_receipt_names_and_its_l
     (tmp_path / "log").write_bytes(played.tell(messages.GetLog("s", "log")).data)
     log = read_log(tmp_path / "log")
     again = Played(folder, stages=4 - stages)
-    again.tell(messages.Open("s", log.header.prompt, 3))
-    assert isinstance(again.tell(messages.SetTimeline("s", log.changes, "t", 0, as_read=True)), messages.Accepted)
+    again.tell(messages.Open("s", log.header.prompt, 3, changes=log.changes, facts=log.header.model))
     assert same(again.play(CHUNKS + 3, "s"), made) and again.given == given
     assert not close(made[:CHUNKS], alone(folder, {"y": 0.5}))
     for each in (played, again):

@@ -108,13 +108,9 @@ class BlockSource(Protocol):
 # In a graph they are the very numbers that the plain path has.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def position_planes(
-    count: int,
-    height: int,
-    width: int,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    count: int, height: int, width: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32,
     frames: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`count` fixed planes `[count, h, w]` that encode each latent pixel's position, an input beside the latents. With
     `frames`: `[1, count, F, h, w]`, the same for each.
 
@@ -338,14 +334,9 @@ class WanDenoiser:
         return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
     def run_blocks(
-        self,
-        tokens: TokenStates,
-        text: Iterable[BlockText],
-        self_attention: SelfAttention,
-        act: Act | None = None,
-        camera: Tensor | None = None,
-        branches: Sequence[Sequence[Branch]] = (),
-    ) -> TokenStates:
+        self, tokens: TokenStates, text: Iterable[BlockText], self_attention: SelfAttention, act: Act | None = None,
+        camera: Tensor | None = None, branches: Sequence[Sequence[Branch]] = (),
+    ) -> TokenStates:  # fmt: skip
         """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
         block is made here, None: there is none, or `text` has it. `branches` are the rows', block by
         block; `text` has its own.

@@ -85,13 +85,9 @@ class ModelRunner:
     hold this rank's heads only."""
 
     def __init__(
-        self,
-        model: StageModel,
-        device: torch.device,
-        index: int = 0,
-        stages: int = 1,
+        self, model: StageModel, device: torch.device, index: int = 0, stages: int = 1,
         group: ContextGroup | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.denoiser, self.spec, self.device = model.denoiser, model.spec, device
         self.index, self.stages = index, stages
         spec, patch = model.spec, model.denoiser.patch
@@ -411,13 +407,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compile(
-        self,
-        kept: PreallocatedCaches,
-        *,
-        memory: RankMemory | None = None,
-        max_rows: int = 1,
+        self, kept: PreallocatedCaches, *, memory: RankMemory | None = None, max_rows: int = 1,
         on_progress: Callable[[int, int], None] = lambda made, of: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make graphs for the forwards that a session of the kind of `kept` meets for ever once its window is full: of
         a chunk alone, and of 2 to `max_rows` sessions.
         Until then, and after a `flush`, it runs the plain path. Takes from seconds to minutes; `on_progress` is called

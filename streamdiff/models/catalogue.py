@@ -49,23 +49,6 @@ class Architecture(_Entry):
     image_dim: int | None = None
     actions: ActionModules | None = None
 
-    def arguments(self, text_dim: int) -> dict[str, Any]:
-        """Arguments of `transformer.wan.make_transformer`, for texts of this width."""
-        camera = {} if self.camera_channels is None else {"camera_channels": self.camera_channels}
-        return camera | {
-            "patch_size": self.patch,
-            "num_attention_heads": self.heads,
-            "attention_head_dim": self.width // self.heads,
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "text_dim": text_dim,
-            "freq_dim": self.freq_dim,
-            "ffn_dim": self.ffn_dim,
-            "num_layers": self.blocks,
-            "cross_attn_norm": True,
-            "image_dim": self.image_dim,
-        }
-
 
 class Files(_Entry):
     """Files of one repository of the hub; `licence` is that of the files, not of any code."""
@@ -364,8 +347,21 @@ def files_of(entry: CatalogueEntry) -> dict[str, Files]:
 
 def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
     """Arguments of diffusers' `WanTransformer3DModel` for the model's own transformer."""
-    architecture, _, text = parts_of(entry)
-    return architecture.arguments(text.width)
+    own, _, text = parts_of(entry)
+    camera = {} if own.camera_channels is None else {"camera_channels": own.camera_channels}
+    return camera | {
+        "patch_size": own.patch,
+        "num_attention_heads": own.heads,
+        "attention_head_dim": own.width // own.heads,
+        "in_channels": own.in_channels,
+        "out_channels": own.out_channels,
+        "text_dim": text.width,
+        "freq_dim": own.freq_dim,
+        "ffn_dim": own.ffn_dim,
+        "num_layers": own.blocks,
+        "cross_attn_norm": True,
+        "image_dim": own.image_dim,
+    }
 
 
 def make_spec(

@@ -395,14 +395,14 @@ class Ring:
             # A prompt that came meanwhile has the later epoch.
             self._new_epoch(session, max(epoch, self.scheduler.oldest_epoch(session)), schedule.steps)
 
-    def set_controls(self, session: int, values: Mapping[str, float]) -> int:
+    def set_controls(self, session: int, values: Mapping[str, float], pressed: bool = True) -> int:
         """Chunks admitted from now on have these controls; others stay as they are. Returns the number of this change,
-        see `Chunk.control`. Mutates: self.
+        see `Chunk.control`; `pressed` as in `HeldControls.set`. Mutates: self.
 
         Raises:
             RequestError: the model has no such control, or it cannot have that value.
         """
-        return self.sampler.sessions[session].held.set(control_values(self.sampler.spec.controls, values))
+        return self.sampler.sessions[session].held.set(control_values(self.sampler.spec.controls, values), pressed)
 
     def wait_at(self, session: int, chunk: int | None) -> None:
         """As `StreamBatchScheduler.wait_at`. Mutates: self."""

@@ -30,7 +30,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, end, local_ring, play
-from tests.pipeline.test_camera import MODEL as WORLD
+from tests.pipeline.test_controls import WORLD
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink

@@ -121,6 +121,15 @@ class AppState:
         """Raises Problem: 401 for a missing or wrong token, 403 for one that is good for less."""
         self._require(request, needed, self.role(request, session))
 
+    def visits(self, request: HTTPConnection, session: LiveSession | None = None) -> bool:
+        """Whether who asks for a session to be opened is a visitor, who may have one. Who steers `session` shows the
+        token of that: it is no worse than none. Raises Problem: 401, 403; 429."""
+        role = self.role(request) if session is None else max(self.role(request), role_of(None, self._tokens))
+        visits = self.config.serve.session_per_visitor and role is not Role.CONTROLLER
+        self._require(request, Role.VIEWER if visits else Role.CONTROLLER, role)
+        self.limit(request, visits)
+        return visits
+
     def require_for_jobs(self, request: HTTPConnection, needed: Role) -> None:
         """`require` for jobs: the server's token is needed for them where it has one. Where it has none, any is
         accepted, as clients of OpenAI's API always send a key."""

@@ -30,7 +30,7 @@ from streamdiff.models.transformer.tensor_names import bare, block_count
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
 NO_LORA = "none"
 """Among the LoRAs: the one that belongs to the model is left out."""
-_FILES = (weight_files.SAFETENSORS, *weight_files.PICKLES, ".json")
+_FILES = (*weight_files.ENDINGS, ".json")
 _FOLDERS = ("transformer", "vae", "text_encoder")
 
 

@@ -37,7 +37,7 @@ from streamdiff.device import pick_dtype, side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import Checkpoint, check_fit, checked, open_checkpoint
 from streamdiff.models.spec import ParsedPrompt, TextEncoder
-from streamdiff.models.weight_files import read_object, some, what_it_holds
+from streamdiff.models.weight_files import GGUF, read_object, some, what_it_holds
 
 TEXT_TOKENS = 512
 _UMT5: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "umt5_xxl.yaml").read_text(encoding="utf-8"))
@@ -232,6 +232,11 @@ def find_text_files(path: Path) -> TextFiles:
     Raises:
         ConfigError: nothing of this kind, a file without a tokenizer, or several that could be meant.
     """
+    if path.suffix == GGUF:
+        raise ConfigError(
+            f"{path}: a text encoder is not read as GGUF; as small, and read, is one in fp8 with scales: "
+            "umt5_xxl_fp8_e4m3fn_scaled.safetensors of Comfy-Org/Wan_2.1_ComfyUI_repackaged"
+        )
     if not path.is_dir():
         if (what := what_it_holds(open_checkpoint(path).names)) and "--text-encoder" not in what:
             raise ConfigError(f"{path}: not Wan's text encoder: it holds {what}")

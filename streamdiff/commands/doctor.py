@@ -233,7 +233,9 @@ def _faults(model: ModelConfig) -> dict[str, str]:
     if "lora" in absent:  # it would be fetched
         model = model.model_copy(update={"lora": (resolve.NO_LORA, *model.lora)})
     if entry is not None and "weights" in absent and model.weights is None:  # their sizes stand for them
-        model = model.model_copy(update={"name": f"{catalogue.RANDOM}{entry.architecture}", "lora": (), "steps": None})
+        if catalogue.parts_of(entry)[0].image_dim is not None:  # such are not drawn
+            return {}
+        model = model.model_copy(update={"name": f"{catalogue.RANDOM}{entry.architecture}", "steps": None})
     loader = ModelLoader(model, torch.device("cpu"))
     for part in PARTS:
         try:

@@ -228,6 +228,10 @@ def test_doctor_says_what_serve_would(plain: Path, tmp_path: Path, capsys: pytes
     umt5.write(tmp_path / "text")
     asked = ["doctor", "--port", "0", "--device", "cpu", "--model", "self-forcing", "--vae", str(tmp_path / "vae")]
     assert main.main([*asked, "--weights", str(plain), "--text-encoder", str(tmp_path / "text")]) == 0
+    for model, words in (("matrix-game-2", "will be fetched"), ("longlive-1.3b", "none.safetensors: no such file")):
+        main.main([*asked[:6], model, *(("--lora", "none.safetensors") if model == "longlive-1.3b" else ())])
+        out = capsys.readouterr().out
+        assert words in out and "random:" not in out, "nothing is on disk"
     (cut := tmp_path / "cut.safetensors").write_bytes(plain.read_bytes()[:-9])
     other = save(tmp_path / "other.safetensors", small(text_dim=64))
     for weights, text, words in (

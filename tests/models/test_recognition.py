@@ -71,5 +71,6 @@ def test_a_base_is_known_by_its_folder_and_offered_to_nobody(tmp_path: Path) -> 
     name = "diffusion_pytorch_model.safetensors"
     for folder in ("Wan2.1-T2V-1.3B", "Wan2.1-T2V-1.3B-Diffusers/transformer", "models--Wan-AI--Wan2.1-T2V-1.3B/x/y"):
         assert resolve.entry_of(write(tmp_path / folder / name)).name == "wan2.1-t2v-1.3b"
-    with pytest.raises(ConfigError):
-        resolve.entry_of(write(tmp_path / "fine_tune" / name))
+    for file in (f"fine_tune/{name}", "wan2.1_t2v_1.3B_bf16.safetensors", "Wan2.2-TI2V-5B-Q8_0.gguf"):
+        with pytest.raises(ConfigError, match=r"Wan's own base.* bidirectional.*--model NAME: .*self-forcing"):
+            resolve.entry_of(write(tmp_path / file))

@@ -26,13 +26,11 @@ from torch import Tensor, nn
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import TaehvConfig as TaehvConfig
 from streamdiff.models.autoencoder.picture_decoder import (
-    WAN_CHANNELS,
-    WAN_MEAN,
-    WAN_STD,
     DecoderState,
     Normalisation,
     check_shape,
     split_whole,
+    wan_config,
 )
 from streamdiff.models.weight_files import validated
 from streamdiff.session_state.fields import STATE, session_state
@@ -395,25 +393,19 @@ def read_taehv(
         latent_space: without `stored`, see `space_of`.
 
     Raises:
-        ConfigError: raw latents with another number of channels than Wan2.1's, whose mean and standard deviation are
-            then unknown; a configuration that lacks what is in no tensor.
+        ConfigError: raw latents with another number of channels than Wan's, whose mean and standard deviation are then
+            unknown; a configuration that lacks what is in no tensor.
     """
     if stored is None:
         config, space = _config_of(path, tensors), space_of(path, latent_space)
         if space == "normalised":
             return config, None
-        if config.latent_channels != WAN_CHANNELS:
-            raise ConfigError(
-                f"{path} has {config.latent_channels} latent channels; mean and standard deviation are known for "
-                f"{WAN_CHANNELS} only, so it can take normalised latents only"
-            )
-        mean, std = WAN_MEAN, WAN_STD
+        stored = wan_config(path, config.latent_channels)
     else:
         if missing := [key for key in ("latents_mean", "latents_std") if key not in stored]:
             raise ConfigError(f"{path / 'config.json'} has no {' and no '.join(missing)}")
         config = validated(path / "config.json", TaehvConfig, stored)
-        mean, std = stored["latents_mean"], stored["latents_std"]
-    return config, Normalisation(mean, std, device)
+    return config, Normalisation(stored["latents_mean"], stored["latents_std"], device)
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> TaehvConfig:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import build, load_autoencoder
-from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, LatentSpace, TaehvAutoencoder, TaehvConfig, space_of
 from streamdiff.models.autoencoder.wan import Half
 from tests.small import CPU
+from tests.small_vae import small_wan_autoencoder
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,8 @@ def plain_encode(weights: dict[str, Tensor], frames: Tensor) -> Tensor:
 
 def undo(latents: Tensor, space: LatentSpace) -> Tensor:
     """What the network takes, given normalised latents `[C, T, h, w]`."""
-    mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (WAN_MEAN, WAN_STD))
+    wan = small_wan_autoencoder().config
+    mean, std = (torch.tensor(wan[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     return latents * std + mean if space == "raw" else latents
 
 

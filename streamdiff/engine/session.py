@@ -121,9 +121,14 @@ class Session:
 
     @property
     def frame_credit(self) -> int:
-        """Frames that may still be made beyond those shown."""
-        max_ahead_frames = max(0 if self._controlled else self.max_ahead_frames, self.min_ahead_frames)
-        return max_ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
+        """Frames that may still be made beyond those shown. In a steered stream the next chunk is admitted late:
+        they are no more than the pipeline needs, less what `max_ahead_frames` is below two chunks."""
+        ahead_frames = max(self.max_ahead_frames, self.min_ahead_frames)
+        if self._controlled:
+            chunk_frames = self._pipeline.info.chunk_frames if self.chunk >= 0 else 0
+            late_frames = min(max(0, 2 * chunk_frames - self.max_ahead_frames), chunk_frames)
+            ahead_frames = self.min_ahead_frames - late_frames
+        return ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
 
     @property
     def _skips(self) -> bool:

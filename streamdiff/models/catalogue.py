@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from streamdiff.config import ModelConfig
 from streamdiff.core import KV_CONTEXTS, Control, KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
@@ -444,14 +443,6 @@ def _usual(channels: int) -> CatalogueEntry:
     """What is usual, with Wan's autoencoder for so many latent channels."""
     usual = find(USUAL)
     return usual.model_copy(update={"autoencoder": autoencoder_of(channels) or usual.autoencoder})
-
-
-def with_own_context(model: ModelConfig) -> ModelConfig:
-    """`model` with the KV context that its weights were made for, where none was asked for."""
-    entry = entries().get(model.name)
-    if "kv_context" in model.model_fields_set or entry is None or entry.context is None:
-        return model
-    return model.model_copy(update={"kv_context": entry.context.default})
 
 
 def small_autoencoder(name: str) -> str | None:

@@ -97,8 +97,8 @@ class ModelLoader:
         model = self.model
         if model.weights is not None:
             found = open_transformer(model.weights, model.container, model.architecture, model.usual_container)
-            if model.entry is not None and model.architecture is None:
-                _check_sizes(found, model.entry)
+            if model.entry is not None:
+                _check_kind(found, model.entry, sizes=model.architecture is None)
             return found
         sizes = catalogue.transformer_arguments(catalogue.find(model.name))
         return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
@@ -121,8 +121,7 @@ class ModelLoader:
         facts = self.folder_facts
         if facts is None:
             _, _, architecture, actions = self.checkpoint
-            self._check_camera(architecture)
-            _check_actions(self.model, actions)
+            _check_camera(self.model.weights, architecture)
             spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             said = self.model.architecture or self.checkpoint.checkpoint.config or {}
             if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
@@ -132,26 +131,6 @@ class ModelLoader:
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
-
-    def _check_camera(self, architecture: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a world's weights that go by the name of another kind of model, and the other way; and
-        for a camera of another kind."""
-        entry, file, patch = self.model.entry, self.model.weights, architecture["patch_size"]
-        if (channels := architecture.get("camera_channels")) not in (None, wanted := CHANNELS * prod(patch)):
-            raise ConfigError(
-                f"{file} takes {channels} camera channels, and poses are {wanted}; LingBot-World's models for actions "
-                "are not supported",
-                field="model",
-            )
-        own = {} if entry is None else catalogue.transformer_arguments(entry)
-        has, takes = (each.get("camera_channels") is not None for each in (architecture, own))
-        if entry is not None and has != takes:
-            what = ("no camera", "a camera (LingBot-World)")
-            raise ConfigError(
-                f"{file} has {what[has]}, and {entry.name} has {what[takes]}; name the model that the file is of, with "
-                "--model",
-                field="model",
-            )
 
     def live_spec(self) -> ModelSpec:
         """The facts with which the model streams: what the configuration says goes before its own.
@@ -276,9 +255,20 @@ class ModelLoader:
         return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype, space), spec)
 
 
-def _check_sizes(file: WanCheckpoint, entry: CatalogueEntry) -> None:
-    """Compare a transformer with what the catalogue says of the model. One that is narrower than any published one is a
-    trial's: it may have fewer blocks, too.
+def _check_camera(file: Path | None, architecture: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a camera of another kind."""
+    wanted = CHANNELS * prod(architecture["patch_size"])
+    if (channels := architecture.get("camera_channels")) not in (None, wanted):
+        raise ConfigError(
+            f"{file} takes {channels} camera channels, and poses are {wanted}; LingBot-World's models for actions "
+            "are not supported",
+            field="model",
+        )
+
+
+def _check_kind(file: WanCheckpoint, entry: CatalogueEntry, sizes: bool) -> None:
+    """Compare a transformer with what the catalogue says of the model: what steers it, and its `sizes`. One that is
+    narrower than any published one is a trial's: it may have fewer blocks, too.
 
     Raises:
         ConfigError: it is another model's.
@@ -287,10 +277,13 @@ def _check_sizes(file: WanCheckpoint, entry: CatalogueEntry) -> None:
     widths = [each.width for name, each in catalogue.parts().architectures.items() if name != EMBEDDED]
     trial = _width(given) < min(widths) and given["num_layers"] <= wanted["num_layers"]
     names = ("in_channels", "out_channels", "patch_size") + (() if trial else ("num_layers", "ffn_dim", "text_dim"))
-    if any(given[name] != wanted[name] for name in names) or not (trial or _width(given) == _width(wanted)):
+    other = any(given[name] != wanted[name] for name in names) or not (trial or _width(given) == _width(wanted))
+    steered = _steered_by(given, file.actions), _steered_by(wanted, catalogue.parts_of(entry)[0].actions)
+    if steered[0] != steered[1] or (sizes and other):
         raise ConfigError(
-            f"{file.checkpoint} is {_sizes(given)}; {entry.name} is {_sizes(wanted)} ({entry.architecture}). Give a "
-            "file of its kind as --weights, or the name of the file's own model as --model"
+            f"{file.checkpoint} is {_sizes(given)}, {steered[0]}; {entry.name} is {_sizes(wanted)}, {steered[1]} "
+            f"({entry.architecture}). Give a file of its kind as --weights, or the name of the file's own model as "
+            "--model"
         )
 
 
@@ -307,18 +300,11 @@ def _sizes(architecture: Mapping[str, Any]) -> str:
     )
 
 
-def _check_actions(model: ResolvedModel, actions: ActionModules | None) -> None:
-    """Raises ConfigError where a file obeys other keys than the model of the catalogue that it is given for."""
-    if model.entry is None:
-        return
-    known = catalogue.parts_of(model.entry)[0].actions
-    found, wanted = ((0, 0) if each is None else (each.keyboard, each.mouse) for each in (actions, known))
-    if found != wanted:
-        raise ConfigError(
-            f"{model.weights} obeys {found[0]} columns of a keyboard and {found[1]} of a mouse, but {model.name} has "
-            f"{wanted[0]} and {wanted[1]}; give the file that belongs to it, or another --model",
-            field="weights",
-        )
+def _steered_by(architecture: Mapping[str, Any], actions: ActionModules | None) -> str:
+    """What steers a transformer beside texts, for people."""
+    if actions is not None:
+        return f"steered by {actions.keyboard} columns of a keyboard and {actions.mouse} of a mouse"
+    return "steered by a camera" if architecture.get("camera_channels") is not None else "not steered by keys"
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:

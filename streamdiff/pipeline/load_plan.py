@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
-from streamdiff.core import sessions_to_fill
+from streamdiff.core import in_flight_limit
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.loader import PARTS, Kernels, ModelLoader
@@ -110,7 +110,8 @@ class LoadPlan:
         if self.config.compile == "off" or self.config.offload != "none":
             return None
         context = self.config.kv_context
-        filling = sessions_to_fill(context, steps=self.steps, stages=self.config.stages)
+        stages = self.config.stages
+        filling = -(-stages // in_flight_limit(context, steps=self.steps, stages=stages))  # that keep all stages busy
         if self.device.type != "cuda":
             return PreallocatedCaches(1, self.steps, context)
         served = _GRAPH_SESSIONS if isinstance(self.config, ServedModel) else 0

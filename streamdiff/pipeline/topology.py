@@ -22,7 +22,8 @@ from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import stage_group
-from streamdiff.pipeline.distributed.link import NoLink, Receiver, Sender, ring_edges
+from streamdiff.pipeline.distributed.cuda_streams import loop_on
+from streamdiff.pipeline.distributed.link import Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
@@ -34,10 +35,6 @@ from streamdiff.video.pixel_format import PictureKind
 Link = Literal["gloo", "nccl"]
 OnEdge = Callable[[str, int], None]
 """Progress callback: takes the phase of the start that comes next, and the edge in it; see `start_progress`."""
-
-
-def _ignore(phase: str, edge: int) -> None:
-    """No-op `OnEdge`."""
 
 
 _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
@@ -84,7 +81,7 @@ class StageTopology:
 
 
 def connect_stage(
-    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
+    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = lambda phase, edge: None
 ) -> RingParts:
     """A rank's stage, and what leads from it. `model` has its blocks only. With `nccl` all ranks of the default group,
     which is one of gloo, call this or `join_edges`; it returns when all have, and `on_edge` is called with the next
@@ -99,7 +96,7 @@ def connect_stage(
         senders, receivers = _connect_nccl(model, topology, device, on_edge)
     else:
         senders, receivers = _connect_tcp(model, topology, device)
-    loop = NoLink()
+    loop = loop_on(device)
     fellows = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
     onward = [sender for sender in senders.values() if sender not in fellows]
     # Where no edge leads on, what a rank sends goes nowhere, or on the head comes back.

@@ -290,6 +290,8 @@ def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
     if config.serve.control_token_file is not None:
         console.info("steering takes the token in %s: open %s#token=TOKEN", config.serve.control_token_file, url)
     console.info("open %s (Ctrl-C ends)", url, extra=log_fields(url=url))
+    if ready.begins_with_picture and config.session.image is None:
+        console.info("there is no --image: who opens the page chooses the picture that the stream begins with")
     if config.serve.open_browser and _has_display():
         threading.Thread(target=webbrowser.open, args=(url,), name="open-browser", daemon=True).start()
 

@@ -24,6 +24,7 @@ from streamdiff.engine.messages import (
     Opened,
     Refused,
     Reset,
+    SetControls,
     SetMaxAhead,
     SetPaused,
     SetPrompt,
@@ -34,7 +35,7 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, INFO, PaintedPipeline, checksum
-from tests.small import save_model
+from tests.small import CONTROLS, save_model
 
 pytestmark = pytest.mark.xdist_group("engine")  # one process loads the model
 RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star moving left at night", "a green heart"
@@ -44,7 +45,7 @@ RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star movin
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingPipeline]:
     """Of a small model, loaded as the product does."""
     folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
+    save_model(folder, controls=CONTROLS)
     pipeline = _load_runtime(ModelConfig(name=str(folder)))
     yield pipeline
     pipeline.close()
@@ -53,7 +54,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingPipeline
 @pytest.fixture(params=["painted", pytest.param("real", marks=pytest.mark.slow)])
 def pipeline(request: pytest.FixtureRequest) -> StreamingPipeline:
     if request.param == "painted":
-        return PaintedPipeline()
+        painted = PaintedPipeline()
+        painted.info = replace(INFO, controls=CONTROLS)
+        return painted
     pipeline: StreamingPipeline = request.getfixturevalue("real")
     return pipeline
 
@@ -355,6 +358,21 @@ def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
     assert 3 * size < made <= 4 * size
     engine.handle(SetMaxAhead("a", 6 * size))
     assert 5 * size < made + count(settle(engine)) <= 6 * size
+
+
+@pytest.mark.parametrize("late_frames", [0, 2, 5, 12, 99])
+def test_a_steered_stream_s_next_chunk_is_admitted_as_late_as_the_lead_says(start: Start, late_frames: int) -> None:
+    engine = start(2)
+    size = engine.ready().chunk_frames
+    engine.handle(Open("a", RED, max_ahead_frames=9 * size))
+    engine.handle(SetControls("a", {"x": 1.0}))
+    engine.handle(SetMaxAhead("a", max(1, 2 * size - late_frames)))
+    made = count(settle(engine))
+    waiting = max(size - late_frames, 0)  # frames that wait when the next chunk is admitted
+    engine.handle(Shown("a", made - waiting - 1))
+    assert count(settle(engine)) == 0
+    engine.handle(Shown("a", made - waiting))
+    assert count(settle(engine)) == size
 
 
 @pytest.mark.slow

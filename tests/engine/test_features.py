@@ -76,7 +76,7 @@ class Place:
     """An engine, and what its sessions have shown."""
 
     def __init__(self, stages: int = 1, max_rows: int = 1, model: Model = MODEL) -> None:
-        parts = local_parts(model, CPU, stages, max_rows)
+        parts = local_parts(model, CPU, stages)
         for stage in (parts.stage, *(worker.stage for worker in parts.local)):
             stage.swaps = SwapStore(CPU, None, None)
         encoder = ImageEncoder(lambda: small_encoder(4), SPEC)

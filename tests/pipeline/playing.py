@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from streamdiff.models.model import Model
-from streamdiff.pipeline.distributed.link import LocalLink
+from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.ring import Ring, local_parts
+from tests.pipeline.distributed.local_link import LocalLink
 from tests.small import BLUE, RED, WHITE
 
 CHUNKS, CHUNKS_LONG = 8, 16  # with a window of three chunks: evictions
@@ -35,7 +36,10 @@ def local_ring(
     model: Model, device: torch.device, stages: int = 1, max_rows: int = 1, link: type[LocalLink] = LocalLink
 ) -> Ring:
     """A ring whose stages are all in this process."""
-    return Ring(model, device, max_rows, local_parts(model, device, stages, max_rows, link))
+    rows = max(max_rows, model.spec.first_chunks)
+    onward, back = MessageLayout.between_stages(model, rows), MessageLayout.back_to_head(model, rows)
+    links = [*(link(onward) for _ in range(stages - 1)), link(back)]
+    return Ring(model, device, max_rows, local_parts(model, device, stages, links))
 
 
 def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNKS) -> dict[int, list[torch.Tensor]]:

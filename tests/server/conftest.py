@@ -251,7 +251,7 @@ async def open_site(
         ):
             site = Site(base, http, client, state, http_server)
             manager = state.manager
-            await site.until(lambda: manager.get("default").opened or manager.ended.is_set())  # type: ignore[union-attr]
+            await site.until(lambda: all(each.opened for each in manager.sessions) or manager.ended.is_set())
             try:
                 yield site
             finally:

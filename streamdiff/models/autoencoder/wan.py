@@ -289,7 +289,7 @@ def read_wan(
         ConfigError: original names that are none of the layout; or widths that neither a configuration nor the shapes
             tell.
     """
-    if is_original(tensors):
+    if any(_ORIGINAL.fullmatch(name) for name in tensors):  # a name that diffusers does not have
         tensors = {target: tensors[name] for name, target in to_diffusers(tensors).items()}
     return tensors, config or _config_of(path, tensors)
 
@@ -319,11 +319,6 @@ _INSIDE = {"residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", 
 _INSIDE |= {"shortcut": "conv_shortcut"}
 _LEVEL = 4
 """Modules of a decoder's level that are counted through: three residual blocks and what enlarges."""
-
-
-def is_original(names: Iterable[str]) -> bool:
-    """Whether any of the names is one of the original layout that diffusers does not have."""
-    return any(_ORIGINAL.fullmatch(name) for name in names)
 
 
 def to_diffusers(names: Iterable[str]) -> dict[str, str]:

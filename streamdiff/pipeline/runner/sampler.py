@@ -121,9 +121,6 @@ class PrefetchedNoise:
         noise = self._pinned(chunk, step) if drawn is None else drawn[0].result()[drawn[1]]
         return noise.to(self._device, non_blocking=True)
 
-    def is_unscaled(self, chunk: int) -> bool:
-        return self._noise.is_unscaled(chunk)
-
     def _pinned(self, chunk: int, step: int) -> Tensor:
         noise = self._noise.draw(chunk, step)
         return noise.pin_memory() if self._device.type == "cuda" else noise
@@ -413,7 +410,7 @@ class LatentSampler:
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = schedule.noise_scale
-        return noise if scale == 1 or session.noise.is_unscaled(row.chunk) else noise * scale
+        return noise if scale == 1 or session.given.is_unscaled(row.chunk) else noise * scale
 
     def _time(self, row: MicroStep) -> Tensor:
         """The time embedding that the model is given for this row, `[F, D]`. Mutates: the session."""

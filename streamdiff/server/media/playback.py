@@ -131,7 +131,7 @@ class Playback:
         at other times."""
         self._session, self._on_shown, self._send, self._on_watched = session, on_shown, send, on_watched
         self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.max_ahead_s
-        self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
+        self.lead, self.steered = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s), False
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
         self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate)
@@ -239,9 +239,20 @@ class Playback:
         the caller sends the new `ahead_frames`; the present rate changes nothing. Mutates: self."""
         if fps == self.fps:
             return
-        self.fps, self.lead = fps, PlayoutLead(self._chunk_frames / fps, self._most_ahead_s)
+        self.fps = fps
+        self._begin_lead()
         self._sent_ahead = self.ahead_frames
         self.pacer.set_fps(fps)
+
+    def steer(self) -> None:
+        """Keep as little video waiting as the machine allows, from the first control on. Mutates: self."""
+        if not self.steered:
+            self.steered = True
+            self._begin_lead()
+            self.progressed.set()
+
+    def _begin_lead(self) -> None:
+        self.lead = PlayoutLead(self._chunk_frames / self.fps, self._most_ahead_s, self.steered)
 
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame; 0 while frames wait to be shown."""

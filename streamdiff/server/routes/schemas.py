@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from streamdiff.core import KVContext, PromptPolicy
+from streamdiff.core import Control, KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import MAX_JSON_BYTES
@@ -208,6 +208,10 @@ class CapacityInfo(Answer):
     """of a chunk's latents: channels, latent frames, height, width"""
     first_chunks: int
     """chunks that `image_latents` are of"""
+    begins_with_picture: bool
+    """whether a session needs an `image`"""
+    controls: tuple[Control, ...]
+    """what steers a session"""
     draining: bool
 
 

@@ -49,7 +49,9 @@ _LATER: dependencies.Responses = {
         "model": Receipts,
     }
 }
-_OF_READY = ("chunk_frames", "native_fps", "text_shape", "chunk_shape", "first_chunks")
+_OF_READY = (
+    *("chunk_frames", "native_fps", "text_shape", "chunk_shape", "first_chunks"), *("begins_with_picture", "controls"),
+)  # fmt: skip
 """Fields of `Ready` that the capacity has under the same name."""
 _SENT = "a file"
 """Stands for a picture that came as a file of a form, which is never text."""

@@ -475,6 +475,7 @@ class LiveSession:
 
     async def _hold(self, message: ControlsMessage, owner: str) -> str:
         """Hold controls; with an id, or where an answer is waited for, it has receipts. Mutates: self."""
+        self.playback.steer()
         answered = message.id is not None or owner in self._answers
         request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
         await self.steering.hold(owner, message.values, request)

@@ -259,10 +259,8 @@ class Manager:
         if any(each.record.id == DEFAULT_SESSION for each in found):
             self._begin_with = None
         elif self._begin_with is None:
-            if ready.begins_with_picture and image is None:
-                missing = f"session.image is missing: {ready.model} begins with a picture; give --image FILE"
-                raise ConfigError(missing, field="session.image")
-            self._add(DEFAULT_SESSION, spec)
+            if image is not None or not ready.begins_with_picture:  # else viewers open sessions, with their pictures
+                self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))
             spec = spec.resumed(saved, start.prompt if "prompt" in start.model_fields_set else None)

@@ -32,10 +32,9 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, chunks
 def test_chunks_may_come_one_by_one_in_any_float_format(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     latents = torch.randn(3, *CHUNK).to(torch.bfloat16)
-    with writing(path, "latents", CHUNK) as writer:
-        for number, chunk in enumerate(latents):
-            writer.add(chunk.transpose(0, 1).contiguous().transpose(0, 1))  # its numbers lie in another order
-            assert writer.parts == number + 1
+    with writing(path, "latents", (3, *CHUNK)) as add:
+        for chunk in latents:
+            add(chunk.transpose(0, 1).contiguous().transpose(0, 1))  # its numbers lie in another order
             assert not path.exists(), "nothing is at the target before the end"
     assert torch.equal(load_file(path)["latents"], latents.float())
 
@@ -55,8 +54,8 @@ def test_an_error_on_the_way_leaves_what_was_there(
     path = tmp_path / "out.safetensors"
     if before is not None:
         path.write_bytes(before)
-    with pytest.raises(error), writing(path, "latents", CHUNK) as writer:
-        writer.add(torch.zeros(CHUNK))
+    with pytest.raises(error), writing(path, "latents", (2, *CHUNK)) as add:
+        add(torch.zeros(CHUNK))
         raise error
     assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
@@ -73,15 +72,17 @@ def test_an_error_on_the_way_leaves_what_was_there(
 def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_left(
     tmp_path: Path, chunk: torch.Tensor, error: type[Exception]
 ) -> None:
-    with pytest.raises(error), writing(tmp_path / "out.safetensors", "latents", CHUNK) as writer:
-        writer.add(torch.zeros(CHUNK))
-        writer.add(chunk)
+    with pytest.raises(error), writing(tmp_path / "out.safetensors", "latents", (2, *CHUNK)) as add:
+        add(torch.zeros(CHUNK))
+        add(chunk)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_stream_without_chunks_gives_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), writing(tmp_path / "out.safetensors", "latents", CHUNK):
-        pass
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_another_number_of_chunks_gives_no_file(tmp_path: Path, chunks: int) -> None:
+    with pytest.raises(ValueError), writing(tmp_path / "out.safetensors", "latents", (2, *CHUNK)) as add:
+        for _ in range(chunks):
+            add(torch.zeros(CHUNK))
     assert os.listdir(tmp_path) == []
 
 
@@ -93,6 +94,6 @@ def test_a_target_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Pa
         path = tmp_path / place
         with pytest.raises(ConfigError):
             check_target(path)
-        with pytest.raises(ConfigError), writing(path, "latents", CHUNK):
+        with pytest.raises(ConfigError), writing(path, "latents", (2, *CHUNK)):
             pass
     assert sorted(os.listdir(tmp_path)) == before

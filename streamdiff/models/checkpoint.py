@@ -219,7 +219,7 @@ def _outlines(path: Path) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
         for name, each in stored.items():
             whole = reader.get_field(f"comfy.gguf.orig_shape.{name}")  # of one that was stored in rows of 256
             shapes[name] = tuple(map(int, whole.contents() if whole else reversed(each.shape)))
-            if prod(shapes[name]) != each.n_elements:
+            if prod(shapes[name]) != each.n_elements or min(shapes[name], default=1) < 1:
                 raise ValueError(f"{name} has {each.n_elements} numbers, not {list(shapes[name])}")
     except Exception as error:  # of any kind, as the package uses a file before it looks whether it is whole
         reason = f"{type(error).__name__}: {error}"
@@ -232,9 +232,9 @@ def _outlines(path: Path) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
             raise ConfigError(
                 f"{path}: {weight} was left out when it was quantised; fix_5d_tensors.py of ComfyUI-GGUF puts it back"
             )
-        rows, (first, *rest) = shapes[name][0], shapes[weight]
-        if len(rest) == 3 and first % rows == 0:
-            shapes[weight] = (rows, first // rows, *rest)
+        rows, folded = prod(shapes[name]), shapes[weight]
+        if len(folded) == 4 and folded[0] % rows == 0:
+            shapes[weight] = (rows, folded[0] // rows, *folded[1:])
 
     def read(name: str) -> Tensor:
         values = gguf.dequantize(stored[name].data, stored[name].tensor_type)

@@ -93,13 +93,9 @@ def test_what_belongs_to_it_is_known(files: Path) -> None:
         ModelLoader(config.model_copy(update={"name": "self-forcing", "weights": config.name}), CPU).check_files("vae")
 
 
-def test_its_small_decoder(tmp_path: Path) -> None:
+def test_its_small_decoder() -> None:
     drawn = load_autoencoder("random:taew2_2", "decoder", CPU)
     sizes = entry_sizes(catalogue.find("wan2.2-ti2v-5b"), vae="taew2_2").decoder
     assert (drawn.latent_channels, drawn.spatial, drawn.temporal) == (48, 16, 4)
     assert sum(each.numel() for each in drawn.layers.parameters()) == sizes.weights
     assert drawn.decode_video(torch.zeros(1, 48, 2, 2, 2), drawn.new_memory()).shape == (1, 3, 5, 32, 32)
-    state = {f"decoder.{name}": each.clone() for name, each in drawn.layers.state_dict().items()}
-    raw = load_autoencoder(save(tmp_path / "lighttaew2_2.safetensors", state), "decoder", CPU)
-    assert raw.normalisation is not None and CONFIG is not None
-    assert raw.normalisation.mean.flatten().tolist() == pytest.approx(CONFIG["latents_mean"])

@@ -313,7 +313,10 @@ def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 _ORIGINAL = re.compile(r"(?:encoder\.downsamples|decoder\.upsamples|(?:encoder|decoder)\.(?:middle|head))\..*")
 _SHORTCUT = re.compile(r"decoder\.up_blocks\.(\d+)\.conv_shortcut\.(weight|bias)")
-_NESTED = re.compile(r"((?:en|de)coder)\.(down|up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\.(.+)\.(\w+)")
+_NESTED = re.compile(
+    r"((?:en|de)coder)\.(down|up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\."
+    r"(residual\.[0236]|shortcut|resample\.1|time_conv)\.(\w+)"
+)
 """Of Wan2.2: a level's residual blocks, and behind them what enlarges or shrinks."""
 _INSIDE = {"residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2"}
 _INSIDE |= {"shortcut": "conv_shortcut"}

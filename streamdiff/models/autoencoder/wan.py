@@ -338,7 +338,8 @@ def to_diffusers(names: Iterable[str]) -> dict[str, str]:
     except (ValueError, IndexError):  # a number is expected in a name
         converted = {}
     found = {name: _SHORTCUT.sub(_in_level, target) for target, name in converted.items()} | nested
-    unknown = [name for name in names if found.get(name, name) == name]  # as they were, or lost behind another's name
+    # Left as they are, lost behind another one's name, or nested otherwise.
+    unknown = [name for name in names if found.get(name, name) == name or (name in flat and name.count("samples.") > 1)]
     if unknown:
         raise ConfigError(
             f"{len(unknown)} of {len(names)} tensor names are not those of Wan2.1_VAE.pth or Wan2.2_VAE.pth: "

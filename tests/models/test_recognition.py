@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from streamdiff.api import model_config
 from streamdiff.cli import main, parser
@@ -72,5 +74,7 @@ def test_a_base_is_known_by_its_folder_and_offered_to_nobody(tmp_path: Path) -> 
     for folder in ("Wan2.1-T2V-1.3B", "Wan2.1-T2V-1.3B-Diffusers/transformer", "models--Wan-AI--Wan2.1-T2V-1.3B/x/y"):
         assert resolve.entry_of(write(tmp_path / folder / name)).name == "wan2.1-t2v-1.3b"
     for file in (f"fine_tune/{name}", "wan2.1_t2v_1.3B_bf16.safetensors", "Wan2.2-TI2V-5B-Q8_0.gguf"):
+        path = write(tmp_path / file)
+        path.write_bytes(b"GGUF\3" if path.suffix == ".gguf" else save({"blocks.29.ffn.0.bias": torch.ones(1)}))
         with pytest.raises(ConfigError, match=r"Wan's own base.* bidirectional.*--model NAME: .*self-forcing"):
-            resolve.entry_of(write(tmp_path / file))
+            resolve.entry_of(path)

@@ -90,8 +90,8 @@ class ReferenceRun:
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
-            cannot be mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a
-            strength that the schedule cannot continue from; no chunk to make but those that are given.
+            cannot be mixed, for its policy or since its embeddings have another number of rows; a strength that the
+            schedule cannot continue from; no chunk to make but those that are given.
     """
 
     embeddings: Tensor
@@ -115,7 +115,6 @@ class ReferenceRun:
 
     def __post_init__(self) -> None:
         self._check_video()
-        _refuse_if(self.mix < 1, f"prompt mix is {self.mix}; it is a number of chunks, so at least 1", "prompt_mix")
         given, before = self.given_chunks, 0
         nothing = f"chunks is {self.chunks}, and the first {given} are given, so there is none to make"
         _refuse_if(given >= self.chunks, nothing, "chunks")
@@ -547,9 +546,8 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
 
 def _first_chunks(first: int, chunk: int, chunks: int) -> int:
     """Chunks that a stream's first one is made of, `first` latent frames."""
-    _refuse_if(chunk < 1, f"--chunk-frames is {chunk}; at least 1 is needed")
     _refuse_if(
-        first < 1 or first % chunk,
+        first % chunk,
         f"--first-chunk-frames is {first}; a first chunk is made of chunks, so it must be a multiple of the others' "
         f"{chunk} latent frames",
     )

@@ -16,12 +16,9 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine.change_log import ChangeLog
-from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened
+from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened, Pictures
 from streamdiff.engine.timeline import TimedChange, Timeline
 from streamdiff.errors import RequestError
 from streamdiff.snapshot_header import SavedStream
@@ -413,7 +410,7 @@ class Session:
             self._set_frame_credit()
 
     def made(
-        self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None, control: int = 0
+        self, *, epoch: int, chunk: int, pictures: Pictures, chunk_s: float | None, control: int = 0
     ) -> list[Event]:
         """Number decoded frames, of a chunk whose latest change of controls has number `control`. Those of before the
         last reset are dropped."""

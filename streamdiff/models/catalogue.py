@@ -327,10 +327,8 @@ def is_random(name: str | None) -> bool:
 
 def _random_entry(name: str) -> CatalogueEntry:
     found = parts().architectures
-    known, wanted = (
-        [each for each in found if each != "tiny" and found[each].image_dim is None],
-        name.removeprefix(RANDOM),
-    )
+    known = [each for each in found if each != "tiny" and found[each].image_dim is None]
+    wanted = name.removeprefix(RANDOM)
     if wanted not in known:
         raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
     changes: dict[str, Any] = {

@@ -242,7 +242,7 @@ class FileSpec:
         return " or ".join(f"[{', '.join(map(str, shape))}]" for shape in self.tensors[name])
 
 
-def prompt_embeds_contract(text_shape: tuple[int, int]) -> FileSpec:
+def prompt_embeds_contract(text_shape: tuple[int, ...]) -> FileSpec:
     """`prompt_embeds` `[L, D]` or `[1, L, D]`, with (most L, D) in `text_shape`: a prompt's embeddings, unpadded or
     padded with zeros."""
     rows = FreeDim("L", 1, text_shape[0]), text_shape[1]
@@ -259,7 +259,7 @@ def latents_contract(
     return FileSpec(what, {"latents": (clip, (FreeDim("chunks", chunks), *chunk_shape))}, max_bytes=max_bytes)
 
 
-def image_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: int) -> FileSpec:
+def image_latents_contract(chunk_shape: tuple[int, ...], *, chunks: int) -> FileSpec:
     """`latents` of the `chunks` chunks that a stream begins with, exactly: `[chunks, C, f, h, w]`, or as a clip
     `[C, chunks * f, h, w]`; `chunk_shape` is `[C, f, h, w]`."""
     channels, frames, *size = chunk_shape

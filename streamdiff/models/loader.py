@@ -39,15 +39,9 @@ from streamdiff.models.text_encoder import EmbeddingFolder, WanText, check_text_
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer import weights as wan_weights
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.models.transformer.weights import (
-    WanCheckpoint,
-    drawn_transformer,
-    load_transformer,
-    open_transformer,
-    plan_transformer,
-    takes_picture_only,
-)
+from streamdiff.models.transformer.weights import WanCheckpoint
 
 PARTS = ("weights", "vae", "text_encoder")
 _FINGERPRINT_BYTES = 2**20  # of each file
@@ -96,12 +90,14 @@ class ModelLoader:
         """
         model = self.model
         if model.weights is not None:
-            found = open_transformer(model.weights, model.container, model.architecture, model.usual_container)
+            found = wan_weights.open_transformer(
+                model.weights, model.container, model.architecture, model.usual_container
+            )
             if model.entry is not None:
                 _check_kind(found, model.entry, sizes=model.architecture is None)
             return found
         sizes = catalogue.transformer_arguments(catalogue.find(model.name))
-        return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
+        return wan_weights.open_transformer(wan_weights.drawn_transformer(model.name, sizes, self.device, self.dtype))
 
     @cached_property
     def folder_facts(self) -> FolderFacts | None:
@@ -174,13 +170,13 @@ class ModelLoader:
         """
         model = self.model
         if "weights" in parts and (model.weights is not None or model.loras):
-            plan_transformer(self.checkpoint, loras=model.loras)
+            wan_weights.plan_transformer(self.checkpoint, loras=model.loras)
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
         if "text_encoder" in parts and isinstance(model.text_encoder, Path):
             if model.reads_pictures:
                 check_tower(model.text_encoder, self.spec.text_shape)
-            elif not takes_picture_only(self.checkpoint.architecture):
+            elif not wan_weights.takes_picture_only(self.checkpoint.architecture):
                 check_text_files(model.text_encoder, self.spec.text_shape[1])
 
     def digest(self) -> str:
@@ -226,7 +222,7 @@ class ModelLoader:
         attention, quantize = kernels or Kernels(self.config.attention, self.config.quantize)
         attention_backend.probe(attention, device, dtype, heads, head_dim)
         attention_backend.activate(attention)
-        weights = load_transformer(
+        weights = wan_weights.load_transformer(
             self.checkpoint,
             device=weights_on or device,
             dtype=dtype,

@@ -154,22 +154,17 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     Raises:
         ConfigError: ranks would share a stage on CUDA, without NCCL between them.
     """
-    # A rank that only decodes is at no edge, and may share a stage's device.
+    if device.type != "cuda":
+        return "gloo"  # through host memory
+    # A rank that only decodes is at no edge, and may share a stage's device. NCCL before 2.30 refuses other such ranks.
     stages_here = min(config.stage_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    shared = device.type == "cuda" and stages_here > torch.cuda.device_count()
-    link = pick_link(device, shared)
-    if config.shares > 1 and device.type == "cuda" and link != "nccl":
+    can_have = dist.is_nccl_available() and stages_here <= torch.cuda.device_count()
+    if config.shares > 1 and not can_have:
         raise ConfigError(
             f"parallel is {config.parallel}, and the link is gloo: ranks that share a stage on CUDA exchange over "
             "NCCL, which wants a device for each; use fewer ranks, or device cpu"
         )
-    return link
-
-
-def pick_link(device: torch.device, shared_device: bool = False) -> Link:
-    """The kind of link between ranks on devices like `device`: NCCL between CUDA devices where torch has it, unless
-    ranks share a device (`shared_device`), which NCCL refuses before 2.30; else gloo, through host memory."""
-    return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
+    return "nccl" if can_have else "gloo"
 
 
 def decode_links(

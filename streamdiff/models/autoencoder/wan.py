@@ -31,14 +31,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder import picture_decoder
 from streamdiff.models.autoencoder.memory_size import wan_decoder
-from streamdiff.models.autoencoder.picture_decoder import (
-    DecoderState,
-    Normalisation,
-    check_shape,
-    split_whole,
-    wan_config,
-)
+from streamdiff.models.autoencoder.picture_decoder import DecoderState, Normalisation
 from streamdiff.models.weight_files import some, what_it_holds
 from streamdiff.session_state.fields import STATE, session_state
 
@@ -61,7 +56,7 @@ class WanMemory:
 
 def _check(what: str, piece: Tensor, channels: int, memory: WanMemory, spatial: int = 1) -> tuple[int, int, int]:
     """See `check_shape`; ValueError also where the stream began with another size."""
-    size = check_shape(what, piece, channels, spatial)
+    size = picture_decoder.check_shape(what, piece, channels, spatial)
     if memory.size not in (None, size):
         raise ValueError(f"{what} have (batch, height, width) {size}, but the stream began with {memory.size}")
     return size
@@ -237,7 +232,7 @@ class WanAutoencoder:
         """As `encode`, but raw latents in the weights' dtype: the mean of `AutoencoderKLWan.encode`, piece by piece."""
         size = batch, height, width = _check("frames", video, 3, memory, self.spatial)
         features, first = _features(memory, self.autoencoder.encoder), 0 if memory.features else 1
-        whole, pending = split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
+        whole, pending = picture_decoder.split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
         whole = patchify(whole, self.patch_size)  # type: ignore[no-untyped-call]
         parts = [
             self.autoencoder.encoder(group, feat_cache=features, feat_idx=[0])
@@ -306,7 +301,7 @@ def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
                 "Wan2.2_VAE.pth or of a diffusers AutoencoderKLWan"
             )
         found[key] = tensors[name].shape[0]
-    return {**wan_config(path, found["z_dim"]), **found}
+    return {**picture_decoder.wan_config(path, found["z_dim"]), **found}
 
 
 # ---- original names -------------------------------------------------------------------------------------------------

@@ -244,14 +244,8 @@ class LatentSampler:
         video: GivenVideo | None = None, given: StreamInputs | None = None,
     ) -> SamplerState:  # fmt: skip
         """State of a new stream, which starts once it is put into `sessions`; `start` are finished latents
-        `[n, C, F, h, w]` of its first n chunks, the rest as in `Ring.open`.
-
-        Raises:
-            ValueError: some, but not all, of the chunks that are made together are given.
-        """
-        count, given = self.spec.first_chunks, given or StreamInputs()
-        if start is not None and 0 < len(start) < count:
-            raise ValueError(f"{len(start)} chunks are given; the first {count} are made together")
+        `[n, C, F, h, w]` of its first n chunks, of all that are made together, the rest as in `Ring.open`."""
+        given = given or StreamInputs()
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
         noise = given.noise or Noise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)

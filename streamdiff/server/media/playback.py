@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from streamdiff import clock
@@ -25,7 +23,7 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
 from streamdiff.server.media.clip import KeptFrame, RecentFrames
-from streamdiff.server.media.encoder import Codec, EncodedFrame, EncoderThread, Format, as_rgb
+from streamdiff.server.media.encoder import Codec, EncodedFrame, EncoderThread, Format, Picture, as_rgb
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
 from streamdiff.server.metrics import CounterDelta, Metrics
@@ -54,7 +52,7 @@ ADAPT_INTERVAL_S = 1.0
 """Between decisions on the bit rate."""
 
 
-def _encode_jpeg(picture: NDArray[np.uint8]) -> bytes:
+def _encode_jpeg(picture: Picture) -> bytes:
     file = BytesIO()
     Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=QUALITY)
     return file.getvalue()
@@ -144,7 +142,7 @@ class Playback:
         self._streams: dict[Codec, _Stream] = {}
         self._adapted_s = 0.0
         self._jpeg: asyncio.Task[bytes] | None = None
-        self._jpeg_of: weakref.ref[NDArray[np.uint8]] | None = None  # weak: a frame keeps the memory of its whole chunk
+        self._jpeg_of: weakref.ref[Picture] | None = None  # weak: a frame keeps the memory of its whole chunk
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
@@ -360,13 +358,9 @@ class Playback:
             self.request_key(codec)
         if now_s - self._adapted_s >= ADAPT_INTERVAL_S:
             self._adapted_s = now_s
-            self._adapt_bitrates(now_s)
-
-    def _adapt_bitrates(self, now_s: float) -> None:
-        """Adapt each encoder's bit rate to the receivers' bandwidth estimates. Mutates: self."""
-        for codec, stream in self._streams.items():
-            estimates = [bps for each in stream.receivers.values() if (bps := each(now_s)) is not None]
-            rate_bps = stream.bitrate.decide(estimates, stream.bits.per_s(now_s), now_s)
-            if rate_bps is not None:
-                stream.encoder.set_format(replace(self.format, bitrate=rate_bps))
-            self._metrics.bitrate.labels(codec).set(stream.bitrate.rate_bps)
+            for codec, stream in self._streams.items():
+                estimates = [bps for each in stream.receivers.values() if (bps := each(now_s)) is not None]
+                rate_bps = stream.bitrate.decide(estimates, stream.bits.per_s(now_s), now_s)
+                if rate_bps is not None:
+                    stream.encoder.set_format(replace(self.format, bitrate=rate_bps))
+                self._metrics.bitrate.labels(codec).set(stream.bitrate.rate_bps)

@@ -31,7 +31,10 @@ EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
 NO_LORA = "none"
 """Among the LoRAs: the one that belongs to the model is left out."""
 _FILES = (*weight_files.ENDINGS, ".json")
-_BASE = re.compile(r"wan[-_. ]?2[-_. ]?[12].*(t2v|ti2v)", re.IGNORECASE)
+_BASE = re.compile(
+    r"wan[-_. ]?2[-_.]?[12][-_. ]?ti?2v[-_. ]?(1[._]3b|14b|5b)([-_.](b?f\w+|q\d\w*|e\dm\w+|scaled))*\.\w+",
+    re.IGNORECASE,
+)
 """Wan's own files as others publish them again: `wan2.1_t2v_1.3B_bf16.safetensors`, `Wan2.2-TI2V-5B-Q8_0.gguf`."""
 _FOLDERS = ("transformer", "vae", "text_encoder")
 
@@ -293,7 +296,7 @@ def entry_of(weights: Path) -> CatalogueEntry:
     if file.suffix == weight_files.SAFETENSORS:
         found = _of_its_size(file, found)
     names = ", ".join(entry.name for entry in found)
-    if file.name.split(".")[0] in weight_files.USUAL_STEMS or _BASE.search(file.name):
+    if file.name.split(".")[0] in weight_files.USUAL_STEMS or _BASE.fullmatch(file.name):
         raise ConfigError(
             f"{weights}: is called as Wan's own base is. That is bidirectional, each frame sees all of a clip, in 50 "
             "steps with guidance, so it cannot stream: by a causal model's recipe it makes a blur. If it is a causal "

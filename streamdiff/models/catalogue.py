@@ -255,7 +255,7 @@ RANDOM = "random:"
 """What the name of a model, or autoencoder, without a file begins with: its weights are drawn where they are used, to
 measure speed and memory before anything is downloaded; the picture is noise. `random:wan2.1-1.3b` is a transformer of
 that architecture (any of the catalogue's but the embedded model's) with LongLive's stream, in 4, 2 or 1 steps;
-`random:wan2.1` is Wan's autoencoder, `random:taew2_1` the small one."""
+`random:wan2.1` is Wan's autoencoder, `random:taew2_1` the small one, and so for Wan2.2."""
 _FOLDER, _PARTS = Path(__file__).with_name("published"), "parts.yaml"
 _RANDOM_LIKE, _RANDOM_STEPS, _RANDOM_SHIFT = "longlive-1.3b", (4, 2, 1), 5.0
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -318,6 +318,7 @@ def _random_entry(name: str) -> CatalogueEntry:
         "name": wanted,
         "title": f"{wanted} with random weights",
         "architecture": wanted,
+        "autoencoder": autoencoder_of(found[wanted].out_channels),
         "lora": None,
         "context": Context(trained="clean", works=("clean", "staircase", "same_step"), noise=0.0),
         "positions": Positions(published="relative"),
@@ -329,6 +330,12 @@ def autoencoders() -> dict[str, Files]:
     """The files of published autoencoders, large and small, by name."""
     large = {name: each.weights for name, each in parts().autoencoders.items() if each.weights is not None}
     return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
+
+
+def autoencoder_of(channels: int) -> str | None:
+    """The name of Wan's autoencoder that has so many latent channels; None: there is none."""
+    known = parts().autoencoders.items()
+    return next((name for name, each in known if each.config is not None and each.channels == channels), None)
 
 
 def parts_of(entry: CatalogueEntry) -> tuple[Architecture, Autoencoder, PublishedTextEncoder]:
@@ -372,7 +379,7 @@ def make_spec(
 
     A model that makes whole clips has no steps, and a window of 0: who runs it has to say both.
     """
-    usual = find(USUAL)
+    usual = _usual(architecture["out_channels"])
     assert usual.stream is not None and usual.native_fps is not None
     known = entry or usual
     _, pictures, text = parts_of(known)
@@ -424,6 +431,12 @@ def make_spec(
         controls=entry.controls if actions is not None else spec.controls,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
+
+
+def _usual(channels: int) -> CatalogueEntry:
+    """What is usual, with Wan's autoencoder for so many latent channels."""
+    usual = find(USUAL)
+    return usual.model_copy(update={"autoencoder": autoencoder_of(channels) or usual.autoencoder})
 
 
 def small_autoencoder(name: str) -> str | None:

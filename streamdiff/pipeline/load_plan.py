@@ -37,7 +37,7 @@ from streamdiff.video.pixel_format import PictureKind
 
 logger = logging.getLogger(__name__)
 
-_OWN_AFFAIR = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
+_OWN_AFFAIR = {"lora_dir", "max_loras", "host_memory_gb", "state_dir", "keep_s", "warm_standby"}
 """Settings in which ranks may differ."""
 
 _TOLD = ("device", "dtype", "steps", "attention", "compile", "lora")

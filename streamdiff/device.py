@@ -9,11 +9,10 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
-from streamdiff import clock
 from streamdiff.errors import ConfigError
 
-AUTO = "auto"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,17 +70,12 @@ def _cgroups(process: Path) -> Iterator[tuple[str, Path]]:
 
 
 def pick_device(wanted: str, name: str = "--device") -> torch.device:
-    """The device `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`. `name` is what the message calls it.
-
-    Raises:
-        ConfigError: another word, or CUDA where there is none.
-    """
-    if wanted not in (AUTO, "cpu", "cuda"):
-        raise ConfigError(f"{name} is {wanted}, but must be auto, cpu or cuda")
+    """The device `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`; ConfigError for CUDA where there is
+    none. `name` is what the message calls it."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and found == "cpu":
         raise ConfigError(f"{name} is cuda, but torch sees no CUDA device; use auto or cpu")
-    return torch.device(found if wanted == AUTO else wanted)
+    return torch.device(found if wanted == "auto" else wanted)
 
 
 def bind(device: torch.device) -> None:
@@ -106,13 +100,7 @@ def own_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`.
-
-    Raises:
-        ConfigError: another word.
-    """
-    if wanted not in (AUTO, *_DTYPES):
-        raise ConfigError(f"--dtype is {wanted}, but must be {AUTO}, {' or '.join(_DTYPES)}")
+    """The dtype `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`."""
     return _DTYPES.get(wanted, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
@@ -122,6 +110,11 @@ def embedded_autoencoder_dtype(device: torch.device) -> torch.dtype:
     float32 on others, and on GPUs, where bfloat16 gains nothing for a network so small."""
     native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """`values` in host memory on `device`; from memory that is not pinned the host would wait for the copy."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 @contextmanager
@@ -145,20 +138,15 @@ def side_stream(device: torch.device, after_current: bool = False) -> Iterator[N
 _WARM_UP, _CALLS, _ROUNDS = 3, 5, 3
 
 
-def seconds_per_call(call: Callable[[], object], device: torch.device) -> float:
-    """The device's own time for a `call`, the least of some rounds after a few that do not count: first calls compile,
-    plan and allocate. The host waits for it; for the start only."""
+def seconds_per_call(call: Callable[[], object]) -> float:
+    """The current CUDA device's own time for a `call`, the least of some rounds after a few that do not count: first
+    calls compile, plan and allocate. The host waits for it; for the start only."""
     for _ in range(_WARM_UP):
         call()
-    return min(_round_s(call, device) for _ in range(_ROUNDS)) / _CALLS
+    return min(_round_s(call) for _ in range(_ROUNDS)) / _CALLS
 
 
-def _round_s(call: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begun_s = clock.monotonic_s()
-        for _ in range(_CALLS):
-            call()
-        return clock.monotonic_s() - begun_s
+def _round_s(call: Callable[[], object]) -> float:
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
     for _ in range(_CALLS):

@@ -7,6 +7,7 @@ on when they arrived.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -78,12 +79,9 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
     """
     for index, each in enumerate(changes):
         others = each.prompt is not None or each.steps is not None or each.controls or each.taps
+        one_time = (each.at is None) != (each.seconds is None)
         for name, wrong, why in (
-            (
-                "at",
-                (each.at is None) == (each.seconds is None),
-                "(a chunk) or `seconds` says when: give one of the two",
-            ),
+            ("at", not one_time, "(a chunk) or `seconds` says when: give one of the two"),
             ("loop", each.loop and (others or index < len(changes) - 1), "is alone, in the last change of all"),
             ("loop", each.loop and not (each.at or each.seconds), "is at a later chunk than the first"),
             ("loop", each.loop and index == 0, "has nothing before it that could begin again"),
@@ -123,6 +121,21 @@ def placed(changes: Sequence[TimedChange], chunk_s: float) -> tuple[TimedChange,
     if at and at[-1].loop and not at[-1].at:
         raise RequestError(f"{len(at) - 1}.loop", f"`loop` is less than a chunk, {chunk_s:g} s, away", "timeline")
     return tuple(sorted(at, key=lambda each: (each.at or 0, each.loop)))
+
+
+def coming(changes: Sequence[TimedChange], begin: int, chunk: int, most: int = 3) -> list[dict[str, Any]]:
+    """What changes after a chunk, at most so many of them, with the chunk at which each comes, JSON-able; chunks of the
+    changes count from `begin` on."""
+    period = (changes[-1].at or 0) if changes and changes[-1].loop else 0
+    begin += max(0, chunk - begin) // period * period if period else 0
+    place = bisect_right(changes, chunk - begin, key=lambda each: each.at or 0)
+    ahead = [(begin, each) for each in changes[place : place + most] if not each.loop]
+    ahead += [(begin + period, each) for each in changes[:most] if period]
+    told = ("prompt", "controls", "taps")
+    return [
+        {"chunk": first + (each.at or 0), **{name: getattr(each, name) for name in told if getattr(each, name)}}
+        for first, each in ahead[:most]
+    ]
 
 
 @dataclass

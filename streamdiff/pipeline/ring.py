@@ -21,10 +21,11 @@ from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import context_fault
 from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.cuda_streams import loop_on
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S
-from streamdiff.pipeline.distributed.link import LocalLink, NoLink, Receiver, Sender
-from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
-from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
+from streamdiff.pipeline.distributed.link import NoLink, Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
+from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.row_faults import ROW_ERRORS, ReturnedRows, at, check_own, describe, fault_key
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
@@ -76,8 +77,7 @@ class Ring:
         self.sampler = LatentSampler(model, device)
         timer = DeviceTimer.on(device)
         self._timed = timer.stream()
-        loop = NoLink()
-        self._sender, self._receiver = links or (loop, loop)
+        self._sender, self._receiver = links or (loop := loop_on(device), loop)
         self.worker = Worker(self._receiver, self.stage, self._sender, timer, self._timed)
         self.limit = stages + 1 if stages > 1 else 1
         self.changes: dict[int, PendingSteps] = {}  # by session
@@ -121,7 +121,10 @@ class Ring:
             for fellow in self._fellows:
                 fellow.send(part)
         self.worker.execute(message)
-        self._send_rest()
+        # What is left of a long forward goes row by row. That ends whatever comes back meanwhile: so few messages are
+        # in the ring that the last stage can always send, and the others take what comes.
+        while self.worker.sending and not self.local:  # in one thread nothing would receive it, see `_step_local`
+            self.worker.step()
 
     def sample(self, wait_s: float = 0.0) -> list[Finished]:
         """Take over what has come back from the last stage; returns the chunks that are finished. Waits up to `wait_s`
@@ -183,12 +186,6 @@ class Ring:
                 check_own(error)
                 self.faults.fail_session(session, describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    def _send_rest(self) -> None:
-        """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
-        in the ring that the last stage can always send, and the others take what comes."""
-        while self.worker.sending and not self.local:  # in one thread nothing would receive it, see `_step_local`
-            self.worker.step()
 
     def _step_local(self) -> bool:
         """A step of every other stage in this process, the last one first: a message moves on by one stage per step, as
@@ -398,14 +395,14 @@ class Ring:
             # A prompt that came meanwhile has the later epoch.
             self._new_epoch(session, max(epoch, self.scheduler.oldest_epoch(session)), schedule.steps)
 
-    def set_controls(self, session: int, values: Mapping[str, float]) -> int:
+    def set_controls(self, session: int, values: Mapping[str, float], pressed: bool = True) -> int:
         """Chunks admitted from now on have these controls; others stay as they are. Returns the number of this change,
-        see `Chunk.control`. Mutates: self.
+        see `Chunk.control`; `pressed` as in `HeldControls.set`. Mutates: self.
 
         Raises:
             RequestError: the model has no such control, or it cannot have that value.
         """
-        return self.sampler.sessions[session].held.set(control_values(self.sampler.spec.controls, values))
+        return self.sampler.sessions[session].held.set(control_values(self.sampler.spec.controls, values), pressed)
 
     def wait_at(self, session: int, chunk: int | None) -> None:
         """As `StreamBatchScheduler.wait_at`. Mutates: self."""
@@ -497,20 +494,12 @@ class Ring:
         self.queued.append(StageMessage(kind, (), update, tensors))
 
 
-def local_parts(
-    model: Model,
-    device: torch.device,
-    stages: int,
-    max_rows: int = 1,
-    link: Callable[[MessageLayout], LocalLink] = LocalLink,
-) -> RingParts:
+def local_parts(model: Model, device: torch.device, stages: int, links: Sequence[NoLink] | None = None) -> RingParts:
     """All stages in this process, which take turns in one thread, deterministically: for reference runs and tests.
-    `link` makes the link between two stages."""
+    `links` lead from each stage to the next, the last one back to the head."""
     if stages == 1:
         return RingParts(ModelRunner(model, device))
-    carried = rows_carried(model.spec, max_rows)
-    forward = MessageLayout.between_stages(model, carried)
-    links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
+    links = links or [NoLink() for _ in range(stages)]
     first, *others = [
         ModelRunner(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))
     ]

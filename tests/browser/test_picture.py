@@ -99,3 +99,26 @@ def test_a_file_that_is_no_picture_is_answered_beside_it(page: WebDriver, tmp_pa
     page.find_element("id", "picture").send_keys(str(large))
     until(page, lambda _: text(page, "picture-error") == "That file has 11.0 MiB; at most 10 are read.")
     assert httpx.get(server.url + "api/state", timeout=20).json()["state"]["rev"] == before
+
+
+def test_a_world_waits_for_a_picture_says_what_keys_do_and_begins_with_it(browser: WebDriver, tmp_path: Path) -> None:
+    file, wrong = tmp_path / "blue.png", tmp_path / "song.png"
+    file.write_bytes(picture("blue"))
+    wrong.write_bytes(b"not a picture at all")
+    with running_server(painted_server("--name", "world")) as world:
+        browser.get(world.url)
+        until(browser, lambda seen: seen["status"] == "Waiting for a picture")
+        assert "This world begins with a picture" in text(browser, "veil-text")
+        assert text(browser, "veil-keys").splitlines() == [
+            "← move x back", "→ move x", "Space jump", "mouse after a click on the picture",
+        ]  # fmt: skip
+        browser.find_element("id", "picture").send_keys(str(wrong))
+        until(browser, lambda _: text(browser, "veil-text").startswith("The picture is of a format that is not read"))
+        browser.find_element("id", "prompt").send_keys("a red circle")
+        browser.find_element("id", "picture").send_keys(str(file))
+        until(browser, lambda seen: "?session=" in browser.current_url and coloured(seen, 2, 0) > PIXELS / 2)
+        until(browser, lambda seen: coloured(seen, 0, 2) > PIXELS / 2)
+        assert browser.find_element("id", "pad").is_displayed()
+        open_controls(browser)
+        assert not browser.find_element("id", "picture-none").is_displayed(), "it cannot do without"
+        browser.get("about:blank")

@@ -34,10 +34,10 @@ LIMIT_S = 240.0
 class InMemoryClient:
     """The real engine on a thread of this process: the client's end without sockets."""
 
-    def __init__(self, painter: Painter, max_ahead_frames: int = 24) -> None:
+    def __init__(self, painter: Painter, max_ahead_frames: int = 24, keep_bytes: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._engine = Engine(painter, max_ahead_frames)
+        self._engine = Engine(painter, max_ahead_frames, keep_bytes)
         self._lock = threading.Condition()
         self._commands: list[Command] = []
         self._stopping = False
@@ -123,11 +123,11 @@ class Peer:
             self.messages.append(json.loads(text))
             self.arrived.set()
 
-    async def message(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The first message that has all the wanted fields; waits for it."""
+    async def message(self, wanted: dict[str, Any], start: int = 0) -> dict[str, Any]:
+        """The first message from number `start` on that has all the wanted fields; waits for it."""
         async with asyncio.timeout(LIMIT_S):
             while True:
-                for message in self.messages:
+                for message in self.messages[start:]:
                     if wanted.items() <= message.items():
                         return message
                 self.arrived.clear()
@@ -233,11 +233,11 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def open_site(
-    config: Config | None = None, painter: Painter | None = None, host: str = "127.0.0.1"
+    config: Config | None = None, painter: Painter | None = None, host: str = "127.0.0.1", keep_bytes: int = 0
 ) -> AsyncIterator[Site]:
     """A server on a free port of this machine, in this process, that is asked over IPv4."""
     config = config or Config()
-    client = InMemoryClient(painter or Painter(chunk_s=0.02))
+    client = InMemoryClient(painter or Painter(chunk_s=0.02), keep_bytes=keep_bytes)
     app = create_app(config)
     listener = server.listen(host, 0)
     http_server = HttpServer(app, config.serve)
@@ -246,12 +246,12 @@ async def open_site(
     limits = httpx.Limits(max_connections=None)
     try:
         async with (
-            attach_engine(app, config, client, client.ready) as state,
+            attach_engine(app, config, client) as state,
             httpx.AsyncClient(base_url=base, timeout=LIMIT_S, limits=limits) as http,
         ):
             site = Site(base, http, client, state, http_server)
             manager = state.manager
-            await site.until(lambda: manager.get("default").opened or manager.ended.is_set())  # type: ignore[union-attr]
+            await site.until(lambda: all(each.opened for each in manager.sessions) or manager.ended.is_set())
             try:
                 yield site
             finally:

@@ -62,7 +62,7 @@ INFO = ModelInfo(
 )  # fmt: skip
 
 CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight", "MouseX")), Control("jump", "button", ("Space",)))
-"""Of the painter `steered`."""
+"""Of the painters `steered` and `world`, which begins with a picture."""
 
 
 @dataclass
@@ -255,7 +255,8 @@ def main() -> int:
     if sys.argv[1] != "serve":
         name = _model_config().name
         dies = int(name.split("-")[1]) if name.startswith("dies-") else None
-        info = replace(INFO, controls=CONTROLS) if name == "steered" else INFO
+        steered = replace(INFO, controls=CONTROLS)
+        info = {"steered": steered, "world": replace(steered, begins_with_picture=True)}.get(name, INFO)
         return paint(Painter(die_after_chunks=dies, info=info))
     # The web server's half is for its own process, engines start without.
     from streamdiff.engine.process.engine_process import EngineProcess

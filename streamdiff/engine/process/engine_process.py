@@ -14,9 +14,8 @@ import re
 import shutil
 import signal
 import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import STDOUT, Process
 from collections import deque
-from contextlib import aclosing
 from pathlib import Path
 
 from streamdiff import child_process
@@ -56,13 +55,6 @@ def loading_limit_s(config: Config) -> float:
     return _COMPILE_LIMIT_S if may_compile(config.model) else _START_LIMIT_S
 
 
-def _ending_limit_s(config: Config) -> float:
-    """How long an engine may take to end: more for ranks, and much more where it may have a trace to write."""
-    if config.model.trace is not None:
-        return _STOP_TRACED_LIMIT_S
-    return _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
-
-
 class EngineProcess:
     """One engine process, from start to end; with several ranks, a launcher and its ranks, unless torchrun has started
     this process as the first of them."""
@@ -78,12 +70,14 @@ class EngineProcess:
         """Args:
         start_limit_s: how long the process may be silent while it loads and warms up, which may take any time; by
             default `loading_limit_s`.
-        stop_limit_s: how long the process may take to end by itself before it is killed.
+        stop_limit_s: how long the process may take to end by itself before it is killed; by default more for ranks,
+            and much more where it may have a trace to write.
         module: what runs with `python -m`; takes `--address`.
         """
         self._config = config
         self._silence_limit_s = start_limit_s or loading_limit_s(config)
-        self._stop_limit_s = stop_limit_s or _ending_limit_s(config)
+        ending_s = _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
+        self._stop_limit_s = stop_limit_s or (ending_s if config.model.trace is None else _STOP_TRACED_LIMIT_S)
         self._module = module
         self._folder: Path | None = None
         self._process: Process | None = None
@@ -155,22 +149,15 @@ class EngineProcess:
         self._ipc = EngineClient(self._folder)
         launches = self._config.model.ranks > 1 and "RANK" not in os.environ
         launcher = ("streamdiff.engine.process.launcher", "--module") if launches else ()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *launcher, self._module),
-            *("--address", str(self._folder), *more),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=STDOUT,
-            env=child_process.environment(),
-            # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order. The session stays
-            # the web process's: Linux divides cores between sessions first, which starved one of the two for half a
-            # second where other processes took all cores (docs/decisions/0056-playback-delay.md).
-            process_group=0,
-        )
+        words = *launcher, self._module, "--address", str(self._folder), *more
+        # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order. The session stays
+        # the web process's: Linux divides cores between sessions first, which starved one of the two for half a
+        # second where other processes took all cores (docs/decisions/0056-playback-delay.md).
+        self._process = await child_process.start(*words, stderr=STDOUT, process_group=0)
         self._watching = asyncio.create_task(self._watch(self._process, self._ipc), name="engine-watch")
 
     async def _until_ready(self, ipc: EngineClient) -> Ready:
-        async with aclosing(ipc.events()) as events:
+        async with contextlib.aclosing(ipc.events()) as events:
             event = await anext(events, None)
         if isinstance(event, Ready):
             return event
@@ -187,13 +174,18 @@ class EngineProcess:
         while data := await process.stdout.read(8192):
             self._written += len(data)
             text = decoder.decode(data)
-            self._forward_output(text)
+            if self._config.serve.log_format == "text" and sys.stderr is not None:  # it may be closed
+                with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
             *lines, rest = _LINE_END.split(rest + text)
             self._keep_lines(lines)
             rest = rest[-_LINE_CHARACTERS:]
         self._keep_lines([rest])
         code = await process.wait()
-        ipc.end(None if self._stopping else Failed(self._end_reason(code) + self._last_output()))
+        output = "".join(f"\n  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
+        wrote = f"; the last it wrote:{output}" if output else "; it wrote nothing"
+        ipc.end(None if self._stopping else Failed(self._end_reason(code) + wrote))
         return code
 
     def _end_reason(self, code: int) -> str:
@@ -218,27 +210,12 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             self._process.kill()
 
-    def _forward_output(self, text: str) -> None:
-        if self._config.serve.log_format == "text" and sys.stderr is not None:  # it may be closed
-            with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
-                sys.stderr.write(text)
-                sys.stderr.flush()
-
     def _keep_lines(self, lines: list[str]) -> None:
         """Keep the last lines of output for the failure reason, and log them where the log is JSON. Mutates: self."""
         for line in filter(str.strip, lines):
             self._last_lines.append(line)
             if self._config.serve.log_format == "json":
                 output_log.info("%s", line)
-
-    def _last_output(self) -> str:
-        if not self._last_lines:
-            return "; it wrote nothing"
-        return "; the last it wrote:\n" + "\n".join(f"  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
-
-    async def ended(self) -> str:
-        """Wait until the process has ended; returns how, after the word "ended"."""
-        return name_exit(await self.wait())
 
     async def wait(self) -> int:
         """Wait until the engine process has ended, for whatever reason; returns its exit code (negative: a signal)."""

@@ -26,23 +26,12 @@ from streamdiff.device import bind
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decoder_memories import (
-    NO_STREAM,
-    SHAPE_KEY,
-    DecoderMemories,
-    TransferStream,
-    stream_key,
-)
+from streamdiff.pipeline.decode import decoder_memories
+from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
-from streamdiff.pipeline.distributed.message import (
-    MessageKind,
-    MessageLayout,
-    Outcome,
-    SessionUpdate,
-    StageMessage,
-)
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
 from streamdiff.session_state.swap_store import SwapStore
@@ -197,18 +186,18 @@ class Decoding:
     def save(self, stream: int) -> SavedMemory:
         """What the decoder remembers of a stream after all that was submitted. Does not wait."""
         self._tell(MessageKind.COPY_OUT, SessionUpdate(stream, saved=True))
-        return partial(self._exchange.take, stream_key(stream))
+        return partial(self._exchange.take, decoder_memories.stream_key(stream))
 
     def load(self, stream: int, state: State) -> None:
         """Let a stream that has not begun continue from what was saved, which is one of `outlines`."""
-        self._exchange.put(stream_key(stream), state)
+        self._exchange.put(decoder_memories.stream_key(stream), state)
         self._tell(MessageKind.PUT_BACK, SessionUpdate(stream, saved=True))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it.
         Raises ConfigError where it cannot be had."""
-        self._exchange.put(SHAPE_KEY, ({}, list(chunk_shape)))
-        outlines = self.save(NO_STREAM)()[1]
+        self._exchange.put(decoder_memories.SHAPE_KEY, ({}, list(chunk_shape)))
+        outlines = self.save(decoder_memories.NO_STREAM)()[1]
         if not isinstance(outlines, list):
             raise ConfigError(outlines["broken"])
         return outlines
@@ -321,18 +310,15 @@ class DecodeWorker(RankLoop):
         while (message := self.receiver.receive(0.0 if copying else None)) is None or (
             message.kind is not MessageKind.STOP
         ):
-            if message is not None and message.update is not None:
-                self._apply(message.kind, message.update)
+            if message is not None and (update := message.update) is not None:
+                outcome = self._memories.apply(message.kind, update)
+                if message.kind is MessageKind.PUT_BACK and not update.saved:
+                    self.sender.send(StageMessage(message.kind, (), replace(update, outcome=outcome)))
             elif message is not None:
                 self._decode(message)
             copying = self._memories.copy_next()
         self.sender.send(message)
         self.close_links()
-
-    def _apply(self, kind: MessageKind, update: SessionUpdate) -> None:
-        outcome = self._memories.apply(kind, update)
-        if kind is MessageKind.PUT_BACK and not update.saved:
-            self.sender.send(StageMessage(kind, (), replace(update, outcome=outcome)))
 
     def _decode(self, message: StageMessage) -> None:
         (row,) = message.rows

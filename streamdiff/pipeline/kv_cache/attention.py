@@ -15,13 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import (
-    AttendPaged,
-    AttendParts,
-    attention_over_segments,
-    row_by_row,
-)
+from streamdiff.device import upload
+from streamdiff.models.transformer import attention_backend, rope
+from streamdiff.models.transformer.attention_backend import AttendPaged, AttendParts
 from streamdiff.models.transformer.wan import SelfAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache, LayerCaches
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
@@ -121,7 +117,8 @@ class RollingAttention:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens; `attend` is the kernel, torch's choice
         if it is None; `all_heads` as in `likeness`."""
         self.all_heads = all_heads
-        self.frames, self.device, self.attend = frames, device, attend or attention_over_segments("auto")
+        self.frames, self.device = frames, device
+        self.attend = attend or attention_backend.attention_over_segments("auto")
         self.rotate_sinks: Callable[[Tensor, Tensor, Tensor], None] = rotate_sinks
         """What rotates the sinks of all layers, where that is done before the forward."""
         self._grid = rope.Grid(height, width, head_dim, device)
@@ -201,7 +198,7 @@ class RollingAttention:
         Keys stay as they were rotated, also those in the sink. Mutates: the cache, where a ring begins."""
         rolling, begins = geometry.slots - geometry.pinned, max(geometry.pinned, visible_from_chunk)
         if chunk == begins > geometry.pinned:
-            state.begin_ring(cache)
+            state.queue[cache].zero_()  # the ring behind the sink is filled again
         full = chunk - begins >= rolling
         slot = chunk if chunk < geometry.pinned else geometry.pinned + min(chunk - begins, rolling - 1)
         seen = min(slot + 1 + visible_later_rows, geometry.slots) * geometry.chunk
@@ -226,10 +223,7 @@ class RollingAttention:
 
 def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
     """Indices as an int64 tensor on `device`, without synchronizing with it."""
-    index = torch.tensor(indices)
-    if device.type == "cuda":  # from pageable memory the host would wait for the copy
-        index = index.pin_memory().to(device, non_blocking=True)
-    return index
+    return upload(torch.tensor(indices), device)
 
 
 def attend_rows(
@@ -403,7 +397,7 @@ def take_slot(
     """The slot, int64 `[1]`, that a chunk is written to. Nothing is read back to the host. Mutates: queue.
 
     Args:
-        queue: the layer's, int64, see `geometry.queue_length`.
+        queue: the layer's, int64, see `CacheGeometry.sizes`.
         sink: rotated keys and values of its slots `[slots, tokens, H, d]`; zeros where none was written.
         own: those of the chunk `[tokens, H, d]`.
         free: the next free slot `[1]`, which it takes where the ring is not full.
@@ -470,7 +464,7 @@ def attend_pooled(
         keys.index_copy_(0, row.slot, rotated[index, None])
         values.index_copy_(0, row.slot, value[index, None])
         if paged is None:
-            mixed.append(row_by_row(attend, query[index, None], frames[0], frames[1], row.seen[None]))
+            mixed.append(attention_backend.row_by_row(attend, query[index, None], frames[0], frames[1], row.seen[None]))
     if paged is None:
         return torch.cat(mixed)
     return paged(query, frames[0], frames[1], torch.stack([row.seen for row in rows]))

@@ -27,7 +27,8 @@ class CacheGeometry:
     the window; of `positions`, if not 0, that a model knows: once the stream is longer it stands so that the chunk's
     last frame has the last of these. `adaptive`: the sink takes chunks in, so that once the ring is full which slot a
     chunk takes, and which chunks are in sight, is known on the device alone (`adaptive_ring`); it sees all slots
-    then."""
+    then, holds whole chunks, and has no spare slot. The window holds at least the sink and one chunk
+    (`models.spec.check_spec`)."""
 
     sink: int
     window: int
@@ -36,19 +37,6 @@ class CacheGeometry:
     chunk: int = 1
     adaptive: bool = False
     positions: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sink <= self.window - self.chunk or self.chunk < 1 or self.spare < 0:
-            raise ValueError(
-                f"a ring of window {self.window}, sink {self.sink} and chunks of {self.chunk} latent frames with "
-                f"{self.spare} spare slots cannot be: the window holds at least the sink and one chunk, nothing is "
-                "negative"
-            )
-        if self.adaptive and (self.spare or self.sink % self.chunk or self.window % self.chunk):
-            raise ValueError(
-                f"an adaptive ring of window {self.window}, sink {self.sink} and chunks of {self.chunk} latent frames "
-                f"with {self.spare} spare slots cannot be: it holds whole chunks, and no slot is spare"
-            )
 
     @cached_property
     def pinned(self) -> int:
@@ -61,9 +49,10 @@ class CacheGeometry:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Slots of a cache, slots whose keys are kept un-rotated too (none in an adaptive ring), and length of
-        the queue of slots."""
-        return (self.slots, 0, queue_length(self.slots)) if self.adaptive else (self.slots, self.pinned, 0)
+        """Slots of a cache; slots whose keys are kept un-rotated too, none in an adaptive ring; and, in such, length of
+        a layer's queue tensor: next rolling slot, number of waiting sink slots, and their numbers, newest last. At most
+        one sink slot waits for each of the chunks that fill the ring."""
+        return (self.slots, 0, 2 + self.slots) if self.adaptive else (self.slots, self.pinned, 0)
 
     @property
     def period(self) -> int:
@@ -114,9 +103,3 @@ class CacheGeometry:
         """Chunks of which `chunk` sees a frame or more, oldest first, itself last."""
         sink, first = self.frames(chunk, visible_from_chunk)
         return sorted({*range(-(-sink // self.chunk)), *range(first // self.chunk, chunk), chunk})
-
-
-def queue_length(slots: int) -> int:
-    """Length of a layer's queue tensor in an adaptive ring: next rolling slot, number of waiting sink slots, and their
-    numbers, newest last. At most one sink slot waits for each of the `slots` chunks that fill the ring."""
-    return 2 + slots

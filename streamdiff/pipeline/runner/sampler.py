@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
+from streamdiff.device import upload
 from streamdiff.errors import RequestError
 from streamdiff.models import camera, sampling
 from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
@@ -44,10 +45,6 @@ class StepLevels:
         the schedule has for these, see `levels_of`."""
         both = source.timestep, levels_of(source.timestep, schedule)
         return cls(*(each[:, None, None].expand(-1, 1, source.latents.shape[2]) for each in both))
-
-    def starting_at(self, chunk: int) -> StepLevels:
-        """Those of a stream whose chunk 0 is `chunk` here."""
-        return StepLevels(self.timesteps[chunk:], self.sigmas[chunk:])
 
     def to(self, device: torch.device) -> StepLevels:
         return StepLevels(self.timesteps.to(device), self.sigmas.to(device))
@@ -120,9 +117,6 @@ class PrefetchedNoise:
         drawn = self._drawn.pop((chunk, step), None)
         noise = self._pinned(chunk, step) if drawn is None else drawn[0].result()[drawn[1]]
         return noise.to(self._device, non_blocking=True)
-
-    def is_unscaled(self, chunk: int) -> bool:
-        return self._noise.is_unscaled(chunk)
 
     def _pinned(self, chunk: int, step: int) -> Tensor:
         noise = self._noise.draw(chunk, step)
@@ -247,14 +241,8 @@ class LatentSampler:
         video: GivenVideo | None = None, given: StreamInputs | None = None,
     ) -> SamplerState:  # fmt: skip
         """State of a new stream, which starts once it is put into `sessions`; `start` are finished latents
-        `[n, C, F, h, w]` of its first n chunks, the rest as in `Ring.open`.
-
-        Raises:
-            ValueError: some, but not all, of the chunks that are made together are given.
-        """
-        count, given = self.spec.first_chunks, given or StreamInputs()
-        if start is not None and 0 < len(start) < count:
-            raise ValueError(f"{len(start)} chunks are given; the first {count} are made together")
+        `[n, C, F, h, w]` of its first n chunks, of all that are made together, the rest as in `Ring.open`."""
+        given = given or StreamInputs()
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
         noise = given.noise or Noise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
@@ -334,19 +322,15 @@ class LatentSampler:
     def _steering(self, session: SamplerState, chunk: int) -> Tensor:
         """What steers a chunk that is admitted now, on the device. Mutates: session."""
         if (given := session.given_controls) is not None:
-            return self._upload(given[min(chunk, len(given) - 1)])
+            return upload(given[min(chunk, len(given) - 1)], self.device)
         spec = self.spec
         vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
         if spec.has_camera:
             size = spec.width, spec.height
             own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)
-            return self._upload(own)
-        vectors = self._upload(vectors)
+            return upload(own, self.device)
+        vectors = upload(vectors, self.device)
         return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)
-
-    def _upload(self, values: Tensor) -> Tensor:
-        """Values of the host on the device; from memory that is not pinned the host would wait for the copy."""
-        return (values.pin_memory() if self.device.type == "cuda" else values).to(self.device, non_blocking=True)
 
     def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
         """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""
@@ -413,7 +397,7 @@ class LatentSampler:
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = schedule.noise_scale
-        return noise if scale == 1 or session.noise.is_unscaled(row.chunk) else noise * scale
+        return noise if scale == 1 or session.given.is_unscaled(row.chunk) else noise * scale
 
     def _time(self, row: MicroStep) -> Tensor:
         """The time embedding that the model is given for this row, `[F, D]`. Mutates: the session."""

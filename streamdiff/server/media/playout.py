@@ -196,7 +196,10 @@ class PlayoutBuffer:
             if self._filling:
                 return None
             self._zero_s = now_s
-        self._follow_clock(now_s)
+        late_slots = math.floor((now_s - self._slot_s(self._slot)) * self._slots / self._per_s)
+        if late_slots > self._catch_up_slots:  # they are too late to catch up, and pass
+            self._progress.missed += late_slots
+            self._slot += late_slots
         if now_s < self._slot_s(self._slot):
             return None
         self._follow_engine()
@@ -213,13 +216,6 @@ class PlayoutBuffer:
         if len(self._queue) >= self._start_frames or waited_s >= START_WAIT_S:
             self._filling = False
             self._filling_since_s = None
-
-    def _follow_clock(self, now_s: float) -> None:
-        """Let slots pass that are too late to catch up."""
-        late_slots = math.floor((now_s - self._slot_s(self._slot)) * self._slots / self._per_s)
-        if late_slots > self._catch_up_slots:
-            self._progress.missed += late_slots
-            self._slot += late_slots
 
     def _begin_cycle(self, speed: float) -> None:
         """Reset the counters, and show a new frame in a share `speed` of the slots from now on."""
@@ -298,13 +294,15 @@ class PlayoutLead:
     half of that the lead grows at once by what is missing, above it shrinks by at most STEP_S a chunk.
     """
 
-    def __init__(self, chunk_s: float, limit_s: float) -> None:
+    def __init__(self, chunk_s: float, limit_s: float, steered: bool = False) -> None:
         """Args:
         chunk_s: how long a chunk's frames are shown.
         limit_s: the most that the lead may be, of which it begins with a part; at least a chunk is always allowed.
+        steered: at least two chunks are allowed, with which it begins: what waits makes controls late.
         """
-        self._chunk_s, self._limit_s = chunk_s, max(limit_s, chunk_s)
-        self.lead_s = max(_BEGIN * limit_s, chunk_s)
+        least_s = 2 * chunk_s if steered else chunk_s
+        self._chunk_s, self._limit_s = chunk_s, max(limit_s, least_s)
+        self.lead_s = least_s if steered else max(_BEGIN * limit_s, chunk_s)
         self._margin_s = max(MARGIN_S, MARGIN_CHUNKS * chunk_s)
         self._slacks: deque[float] = deque(maxlen=_WINDOW)
         self._settling = 0

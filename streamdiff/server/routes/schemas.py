@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from streamdiff.core import KVContext, PromptPolicy
+from streamdiff.core import Control, KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
+from streamdiff.server.outputs.output import OutputStatus
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
@@ -53,6 +54,12 @@ class NewSession(Body):
     def _check(self) -> NewSession:
         _check_fit(self)
         return self
+
+
+class ChunkOfStream(Body):
+    """A chunk of a session's stream, of those that `kept` in its state has."""
+
+    chunk: control.Revision
 
 
 class SessionChange(Body):
@@ -208,6 +215,10 @@ class CapacityInfo(Answer):
     """of a chunk's latents: channels, latent frames, height, width"""
     first_chunks: int
     """chunks that `image_latents` are of"""
+    begins_with_picture: bool
+    """whether a session needs an `image`"""
+    controls: tuple[Control, ...]
+    """what steers a session"""
     draining: bool
 
 
@@ -230,27 +241,10 @@ class NewOutput(Body):
     )
 
 
-class OutputInfo(Answer):
-    """An output of a session."""
-
-    id: str
-    name: str
-    """of an address scheme and host only, as the rest may be a secret"""
-    state: str
-    """waiting, sending, retrying or ended"""
-    frames: int
-    """handed to it"""
-    dropped: int
-    """that it did not get"""
-    restarts: int
-    reason: str
-    """why it broke off, or empty"""
-
-
 class OutputList(Answer):
     """The outputs that were asked for over the API."""
 
-    outputs: list[OutputInfo]
+    outputs: list[OutputStatus]
 
 
 class TimelineInfo(Answer):

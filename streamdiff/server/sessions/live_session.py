@@ -19,6 +19,7 @@ from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
+from streamdiff.engine.timeline import TimedChange, coming
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
@@ -27,19 +28,7 @@ from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions import control
-from streamdiff.server.sessions.control import (
-    LOAD,
-    ControlError,
-    ControlMessage,
-    ControlsMessage,
-    EngineStatus,
-    Id,
-    Receipt,
-    RequestTracker,
-    StreamEnded,
-    demand_after,
-    load_limited_fields,
-)
+from streamdiff.server.sessions.control import ControlError, ControlMessage, ControlsMessage, EngineStatus, Id, Receipt
 from streamdiff.server.sessions.steering import Steering
 from streamdiff.server.sessions.video_input import VideoInput
 from streamdiff.server.sessions.wheel import BlockedWords, Watcher, Wheel
@@ -50,6 +39,8 @@ logger = logging.getLogger(__name__)
 STALLED_S = 2.0
 OPENING = "open"
 """`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
+_HERE = control.FpsMessage | control.AdaptiveMessage | control.HoldMessage
+"""What the engine is not asked for."""
 Mailbox = Callable[[dict[str, Any]], None]
 
 
@@ -81,6 +72,13 @@ class LiveSession:
     Its parts: `playback` (pacer and encoders), `input` (the video that feeds it), `peers` (who gets its messages),
     `lifetime` (when it ends by itself).
     """
+
+    tokens: Tokens | None = None
+    """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
+    input: VideoInput | None = None
+    """The video that feeds it."""
+    kept: tuple[int, int] | None = None
+    """The first chunk that it can be rewound to, and the latest that is kept."""
 
     def __init__(
         self,
@@ -124,23 +122,22 @@ class LiveSession:
         self._answers: dict[str, asyncio.Future[Any]] = {}
         """What is waited for: that it is open, a snapshot, the first receipt of an owner's request."""
         # Who may do what, and for how long.
-        self.tokens: Tokens | None = None
-        """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
         self.peers: dict[str, tuple[Mailbox, bool, Watcher]] = {}
         """By name: how a peer is sent a message, whether it may control the session, and who it is at the wheel."""
-        self._requests = RequestTracker()
+        self._requests = control.RequestTracker()
         # Figures.
         self._made, self._shown, self._repeated, self._dropped = Rate(), Rate(), CounterDelta(), CounterDelta()
         self._opening_s: float | None = None  # when `Open` was sent, until the first frame is made
         self._chunk_s: float | None = None
         self._lag_s: float | None = None
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
-        self.input: VideoInput | None = None
-        """The video that feeds it."""
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
-        """Noise that is mixed with that; and the controls that are held."""
+        """Noise that is mixed with its video input; and the controls that are held."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
+        self.chunk, self.timeline_begin = -1, 0
+        """The latest chunk that was made; that from which the timeline counts."""
+        self.timeline: Sequence[TimedChange] = ()
 
     @property
     def fps(self) -> float:
@@ -172,9 +169,9 @@ class LiveSession:
 
     # ---- on the engine ------------------------------------------------------------------------------------------
 
-    async def ask_open(self, snapshot: Data | None = None) -> None:
-        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, and with
-        `snapshot` to resume from it. Does nothing once the session has ended.
+    async def ask_open(self, snapshot: Data | None = None, **more: Any) -> None:
+        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, with
+        `snapshot` to resume from it, and with `more` fields. Does nothing once the session has ended.
 
         Raises:
             EngineFailure: the engine has ended.
@@ -193,10 +190,8 @@ class LiveSession:
         how = (text, self.seed, self.steps, self.kv_context, playback.ahead_frames, *past)
         given = self.features.fields() if snapshot is None else {}
         self.resets += snapshot is None
-        opening = messages.Open(
-            self.id, *how, image=self.image, active=not self.idle, request=OPENING, snapshot=snapshot, **given
-        )
-        await self._send(opening)
+        about: dict[str, Any] = {"active": not self.idle, "request": OPENING, "snapshot": snapshot, **given, **more}
+        await self._send(messages.Open(self.id, *how, image=self.image, **about))
         if self.paused and snapshot is None:
             await self.send_paused()
         if self.input is not None and self.input.begun:
@@ -272,7 +267,7 @@ class LiveSession:
 
         Mutates: self.
         """
-        self.engine, self.place = engine, "none"
+        self.engine, self.place, self.kept, self.timeline = engine, "none", None, ()
         for name in self._answers:
             of_engine = name == OPENING or name.startswith("ask ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
@@ -297,7 +292,7 @@ class LiveSession:
         self.closed = True
         self._settle(OPENING, EngineFailure("the session ended before it was opened"))
         for name in self._answers:
-            self._settle(name, StreamEnded(self.id))
+            self._settle(name, control.StreamEnded(self.id))
         self.steering.close()
         self.wheel.close()
         if self.input is not None:
@@ -312,8 +307,16 @@ class LiveSession:
         now_s = clock.monotonic_s()
         match event:
             case FrameBatch():
+                self.chunk = event.chunk
                 self.playback.push(event, now_s)
-                self._count_made(len(event.pictures), event.chunk_s, now_s)
+                self._made.add(len(event.pictures), now_s)
+                self._metrics.made.labels(self.id).inc(len(event.pictures))
+                if self._opening_s is not None:
+                    self._metrics.session_first_s.observe(now_s - self._opening_s)
+                    self._opening_s = None
+                if event.chunk_s is not None:
+                    self._chunk_s = event.chunk_s
+                    self._metrics.chunk_s.labels(self.id).observe(event.chunk_s)
             case messages.Opened():
                 self.engine, self.place, self.epoch = EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
@@ -331,35 +334,47 @@ class LiveSession:
                 self._deliver(self._requests.controls_applied(names, frame, now_s, chunk))
             case messages.Saved():
                 self._settle(event.request, event.data)
-            case messages.Refused():
-                self._handle_refused(event, now_s)
-            case messages.InputUsed():
-                self._handle_input_used(event)
+            case messages.Refused(request=request, field=field, reason=reason):
+                if self._settle(request, RequestError(field, reason, event.code)):  # to open, or to save
+                    return
+                if isinstance(self._requests.find(request), control.StepsMessage):
+                    self._demand, self._sent_steps = replace(self._demand, steps=self.steps), self.steps
+                self._deliver(self._requests.refused(request, field, reason, now_s))
+            case messages.InputUsed() if (source := self.input) is not None:
+                failed, source.used = event.fault and not source.used.fault, event
+                if failed:
+                    logger.warning("The video for session %s cannot be encoded: %s.", self.id, event.fault)
+                    self._send_state()
+                    source.end_soon("encoder")
             case messages.Swapped():
                 self.place = event.place
+            case messages.Kept():
+                self.kept = event.chunks
+                self.broadcast({"type": "kept", "kept": self.kept})
             case messages.Closed():
                 self.place = "none"
 
     def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch
         message = self._requests.find(event.request)
-        if isinstance(message, ControlsMessage):  # the state does not tell what is held
-            self._deliver(self._requests.accepted(event.request, event.epoch, "", "", now_s))
-            return
+        resets = isinstance(message, control.ResetMessage) or getattr(message, "switch", "") == "reset"
+        if resets or isinstance(message, control.RewindMessage):
+            self.playback.clear_before(event.epoch)
+            self.resets += 1
+            self.chunk, self.timeline_begin = -1, 0
         match message:
             case control.ResetMessage(seed=seed) as reset:
-                self.playback.clear_before(event.epoch)
-                self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
+                self.seed = self.seed if seed is None else seed
                 if isinstance(reset, control.PictureReset):
                     self.image, self.begins_with_image = reset.picture, reset.picture is not None
                     self.features = self.features.without("image_latents")
                     if self.begins_with_image:
                         self.features = self.features.without("video_latents")
-            case control.PromptMessage(prompt=prompt, switch=switch):
+            case control.PromptMessage(prompt=prompt):
                 self.prompt, self.features = prompt, self.features.without("prompt_embeds")
-                if switch == "reset":
-                    self.resets += 1
-                    self.playback.clear_before(event.epoch)
+            case control.RewindMessage(chunk=chunk):
+                self.prompt, self.timeline = event.text or self.prompt, ()
+                self.broadcast({"type": "rewound", "chunk": chunk})
             case control.StepsMessage():
                 self.steps = self._sent_steps
             case control.StrengthMessage(strength=strength):
@@ -368,15 +383,8 @@ class LiveSession:
             self.text, self.notice = event.text, event.notice
             self.prompt = self.prompt if event.request else event.text  # of the timeline
         self._deliver(self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s))
-        self._send_state()
-
-    def _handle_refused(self, event: messages.Refused, now_s: float) -> None:
-        if self._settle(event.request, RequestError(event.field, event.reason, event.code)):  # to open, or to save
-            return
-        if isinstance(self._requests.find(event.request), control.StepsMessage):
-            self._demand = replace(self._demand, steps=self.steps)
-            self._sent_steps = self.steps
-        self._deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+        if not isinstance(message, ControlsMessage):  # the state does not tell what is held
+            self._send_state()
 
     def _on_shown(self, frame: int, epoch: int, pts: int) -> None:
         """A new frame is on show. Mutates: self."""
@@ -421,16 +429,6 @@ class LiveSession:
         with suppress(EngineFailure):  # the next one gets what comes then
             await self._send(messages.InputFrames(self.id, frames))
 
-    def _handle_input_used(self, event: messages.InputUsed) -> None:
-        if (source := self.input) is None:
-            return
-        failed = event.fault and not source.used.fault
-        source.used = event
-        if failed:
-            logger.warning("The video for session %s cannot be encoded: %s.", self.id, event.fault)
-            self._send_state()
-            source.end_soon("encoder")
-
     # ---- requests -----------------------------------------------------------------------------------------------
 
     async def control(self, message: ControlMessage, owner: str) -> str:
@@ -443,10 +441,15 @@ class LiveSession:
         self.check([message])
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
-        self._demand = demand_after(self._demand, message)
-        if isinstance(message, ControlsMessage):
-            return await self._hold(message, owner)
-        request = self._requests.begin(message, owner, clock.monotonic_s(), **load_limited_fields(message, self.limit))
+        self._demand = control.demand_after(self._demand, message)
+        if isinstance(message, ControlsMessage):  # with an id, or where an answer is waited for, it has receipts
+            self.playback.steer()
+            answered = message.id is not None or owner in self._answers
+            request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
+            await self.steering.hold(owner, message.values, request)
+            return request
+        less = control.load_limited_fields(message, self.limit)
+        request = self._requests.begin(message, owner, clock.monotonic_s(), **less)
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
@@ -460,29 +463,12 @@ class LiveSession:
                 image = message.picture if isinstance(message, control.PictureReset) else None
                 none = isinstance(message, control.PictureReset) and image is None
                 await self._send(messages.Reset(self.id, seed, request, image, no_image=none))
-                if self.paused:
-                    await self._set_paused(False)
+            case control.RewindMessage(chunk=chunk):
+                await self._send(messages.Rewind(self.id, chunk, self._sent_steps, request))
             case control.StepsMessage(steps=steps):
                 await self._send_steps(self.limit.steps_of(steps), request)
             case control.StrengthMessage(strength=strength):
                 await self._send(messages.SetInput(self.id, strength, request))
-            case _:
-                await self._carry_out_here(message)
-                now_s = clock.monotonic_s()
-                self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
-                self._requests.forget(request)
-        return request
-
-    async def _hold(self, message: ControlsMessage, owner: str) -> str:
-        """Hold controls; with an id, or where an answer is waited for, it has receipts. Mutates: self."""
-        answered = message.id is not None or owner in self._answers
-        request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
-        await self.steering.hold(owner, message.values, request)
-        return request
-
-    async def _carry_out_here(self, message: ControlMessage) -> None:
-        """Carry out a message for which the engine makes nothing else. Mutates: self."""
-        match message:
             case control.FpsMessage(fps=fps):
                 self.playback.set_fps(fps)
                 await self._show_fps()
@@ -490,6 +476,13 @@ class LiveSession:
                 self._send_state()
             case control.HoldMessage():
                 await self._set_paused(message.type == "pause")
+        if isinstance(message, control.ResetMessage | control.RewindMessage) and self.paused:
+            await self._set_paused(False)
+        if isinstance(message, _HERE):
+            now_s = clock.monotonic_s()
+            self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
+            self._requests.forget(request)
+        return request
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted`; `asked` when it has not answered
@@ -511,9 +504,9 @@ class LiveSession:
                     raise Problem(504, text, code="engine") from error
                 return Receipt(request, owner, message, begun_s, lag_s=timeout_s)
             except EngineFailure as error:
-                raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
+                raise Unavailable("engine", f"The engine stopped: {error}", 5) from error
         if receipt.stage == "refused":
-            raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
+            raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.control.id)
         return receipt
 
     def check(self, messages: Sequence[ControlMessage]) -> None:
@@ -530,7 +523,7 @@ class LiveSession:
                 now = f"its state has revision {self.rev}, the request is for {message.if_rev}"
                 raise ControlError("conflict", f"The session has changed: {now}.", "if_rev", message.id)
             control.check_value(message, self._ready, self.switches, fed=self.input is not None)
-            before, demand = demand, demand_after(demand, message)
+            before, demand = demand, control.demand_after(demand, message)
             more = demand.fps > before.fps or demand.steps > before.steps or demand.adaptive < before.adaptive
             if more and (no_time := self._no_time(demand)) is not None:
                 raise ControlError("no_capacity", no_time.detail, message.type, message.id, no_time.headers)
@@ -545,7 +538,7 @@ class LiveSession:
         steps = limit.steps_of(self._demand.steps)
         if steps != self._sent_steps and self.engine.state != "waiting":  # `ask_open` sends them
             message = control.StepsMessage(type="steps", steps=steps)
-            request = self._requests.begin(message, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
+            request = self._requests.begin(message, control.LOAD, clock.monotonic_s(), steps=steps, reason=control.LOAD)
             await self._send_steps(steps, request)
         if slower:
             await self._show_fps()
@@ -587,13 +580,18 @@ class LiveSession:
         for mailbox, may_control, _ in list(self.peers.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
+    def show_timeline(self, changes: Sequence[TimedChange], begin: int) -> None:
+        """It plays these changes, from chunk `begin` on: say so. Mutates: self."""
+        self.timeline, self.timeline_begin = changes, begin
+        self._send_state()
+
     def _send_state(self) -> None:
         self.broadcast(self.state(may_control=True), self.state(may_control=False))
 
     def _deliver(self, receipts: Sequence[Receipt]) -> None:
         """Send receipts to the peers that made the requests, and count them. Mutates: self."""
         for receipt in receipts:
-            if receipt.owner == LOAD:
+            if receipt.owner == control.LOAD:
                 self.broadcast(receipt.message())
                 continue
             kind, stage, lag_s = receipt.control.type, receipt.stage, receipt.lag_s
@@ -623,7 +621,7 @@ class LiveSession:
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             "adaptive": demand.adaptive,
-            "reason": LOAD if self.limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
+            "reason": control.LOAD if self.limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
             "asked_steps": demand.steps,
             "fps": fps,
             "asked_fps": demand.fps,
@@ -631,6 +629,8 @@ class LiveSession:
             "switches": list(self.switches),
             "controls": [asdict(each) for each in self._ready.controls],
             "wheel": self.wheel.state(),
+            "kept": self.kept,
+            "timeline": coming(self.timeline, self.timeline_begin, self.chunk),
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,
@@ -650,6 +650,7 @@ class LiveSession:
             "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
             "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
             "encoder_dropped": playback.dropped,
+            "chunk": self.chunk,
             **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
             "occupancy": [round(share, 3) for share in self._occupancy()],
             "input": None if self.input is None else self.input.figures(),
@@ -662,17 +663,6 @@ class LiveSession:
         swapped_out = self.idle and self.place != "device"
         holds = self.input is not None and self.input.holds
         return 0.0 if self.paused or swapped_out or holds else self.playback.stalled_s()
-
-    def _count_made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
-        """The engine made so many frames; `chunk_s` is what their chunk took, with its last ones. Mutates: self."""
-        self._made.add(frames, now_s)
-        self._metrics.made.labels(self.id).inc(frames)
-        if self._opening_s is not None:
-            self._metrics.session_first_s.observe(now_s - self._opening_s)
-            self._opening_s = None
-        if chunk_s is not None:
-            self._chunk_s = chunk_s
-            self._metrics.chunk_s.labels(self.id).observe(chunk_s)
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: self, the metrics."""

@@ -4,11 +4,12 @@ import { drawInput, drawInputError, startCamera } from "./camera.js";
 import { refusal, StreamClient } from "./client.js";
 import { $, chosen, drawFieldError, number, remember, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
-import { drawPicture, frameOf, startPictures } from "./picture.js";
+import { dataOf, drawPicture, frameOf, startPictures } from "./picture.js";
 import { startRecording } from "./record.js";
-import { openShared, share } from "./share.js";
+import { startRewinding } from "./rewind.js";
+import { openOwn, openShared, share } from "./share.js";
 import { drawStats, startMeasuring } from "./stats.js";
-import { startSteering } from "./steer.js";
+import { drawKeys, startSteering } from "./steer.js";
 import { chip, drawSuggestions, startSuggestions } from "./suggestions.js";
 import { startWheel } from "./wheel.js";
 
@@ -16,7 +17,7 @@ const video = $("video");
 const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", size: { width: 0, height: 0 }, steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, refused: false, notice: "", engine: "running" };
+const view = { phase: "connecting", size: { width: 0, height: 0 }, steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, refused: false, notice: "", engine: "running", needsPicture: false, awaitsPicture: false };
 const NOTICE_MS = 10000;
 const FADE_MS = 3000;
 const earlier = { prompts: [], at: 0 }; // what was sent from this page, for the arrow keys
@@ -33,7 +34,7 @@ function drawStatus() {
   const words = { live: "Live", paused: "Paused", error: "Stopped", connecting: view.phase === "waiting" ? "Reconnecting" : "Connecting" };
   $("status").dataset.phase = phase;
   const again = phase !== "error" && view.engine === "restarting";
-  setText($("status-text"), again ? "Restarting" : words[phase]);
+  setText($("status-text"), again ? "Restarting" : view.awaitsPicture ? "Waiting for a picture" : words[phase]);
   $("veil").hidden = live;
   if (view.phase === "live" && !live) drawWait();
   $("paused-badge").hidden = !(live && view.paused);
@@ -52,7 +53,8 @@ function drawControls() {
   setText($("readonly-text"), why);
   const obeyed = client.connected && view.engine === "running";
   for (const control of document.querySelectorAll("[data-steers]")) {
-    control.disabled = !view.steers || (control.dataset.steers === "connected" && !obeyed);
+    const ready = obeyed || (view.awaitsPicture && control.closest("#picture-form"));
+    control.disabled = !view.steers || (control.dataset.steers === "connected" && !ready);
     if (why) control.title = why;
     else if (control.title !== control.dataset.title) control.title = control.dataset.title ?? "";
   }
@@ -88,8 +90,9 @@ function drawSteps({ steps: made, asked_steps: steps, steps_known: known }) {
   setText($("steps-help"), made < steps ? `Server busy: using ${made} steps.` : "Fewer steps are faster, more are finer.");
 }
 
-function drawVeil(text, { busy = true, button = false } = {}) {
+function drawVeil(text, { busy = true, button = false, says = "Try again now" } = {}) {
   setText($("veil-text"), text);
+  setText($("veil-button"), says);
   $("spinner").hidden = !busy;
   $("veil-button").hidden = !button;
 }
@@ -117,8 +120,9 @@ function drawState(state) {
   view.kvContext = state.kv_context;
   view.engine = state.engine;
   view.session = state.session;
+  view.image = state.image;
   view.more = state.image || state.input !== null || state.features.length > 0;
-  drawPicture(state.image);
+  drawPicture(state.image, view.needsPicture);
   drawInput(state.input);
   if (!state.input) camera.ended();
   const away = { restarting: "The engine is restarting", waiting: "The session waits for memory" }[state.engine];
@@ -126,6 +130,8 @@ function drawState(state) {
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawSuggestions(state.text, suggest);
   view.controls = state.controls;
+  past.draw(state.kept);
+  past.drawComing(state.timeline);
   wheel.draw(state.wheel);
 }
 
@@ -147,7 +153,7 @@ function drawReceipt(text, stage = "") {
 
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
-const MADE = ["prompt", "reset", "steps", "strength"];
+const MADE = ["prompt", "reset", "rewind", "steps", "strength"];
 const PAST = { recache: ", past recached", "recache-causal": ", past recached", flush: ", past flushed", reset: ", restarted" };
 
 function onReceipt(receipt) {
@@ -167,7 +173,7 @@ function onReceipt(receipt) {
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
-    drawReceipt(request.kind === "reset" ? `Restarted after ${seconds(lag)}.` : `On screen after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
+    drawReceipt(request.kind === "rewind" ? `Gone back after ${seconds(lag)}.` : request.kind === "reset" ? `Restarted after ${seconds(lag)}.` : `On screen after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
   } else if (receipt.stage === "superseded") {
     drawReceipt("A newer request took its place.", "superseded");
   } else if (receipt.stage === "refused") {
@@ -182,8 +188,8 @@ function onRefused(kind, field, reason) {
     drawInputError(reason);
     return;
   }
-  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps" };
-  const place = fields[field] ?? { reset: "seed", steps: "steps" }[kind] ?? "prompt";
+  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps", chunk: "rewind" };
+  const place = fields[field] ?? { reset: "seed", steps: "steps", rewind: "rewind" }[kind] ?? "prompt";
   drawFieldError(place, reason);
   if (place === "steps") $("steps").value = view.steps;
 }
@@ -196,8 +202,13 @@ const handlers = {
   },
   state: drawState,
   wheel: (told) => wheel.draw(told),
+  kept: ({ kept }) => past.draw(kept),
+  rewound: () => drawReceipt("The stream goes on from an earlier moment.", "accepted"),
   receipt: onReceipt,
-  stats: (stats) => drawStats(stats, view),
+  stats: (stats) => {
+    drawStats(stats, view);
+    past.drawComing();
+  },
   error: (error) => {
     onRefused(asked.get(error.id)?.kind, error.field, error.message);
     asked.delete(error.id);
@@ -225,6 +236,7 @@ client.addEventListener("status", ({ detail }) => {
     drawVeil(`${detail.message} Trying again in ${Math.max(1, Math.round(detail.waitMs / 1000))} s.`, { button: true });
   }
   if (detail.phase === "error") drawVeil(detail.status === 401 ? needsToken() : detail.message, { busy: false, button: detail.again });
+  if (detail.status === 404 && !new URLSearchParams(location.search).has("session")) awaitPicture();
   drawStatus();
 });
 
@@ -258,6 +270,22 @@ function needsToken() {
     : "Watching this stream takes a token, at the end of this page's address: #token=…";
 }
 
+/** Where there is no session yet, as this server's world begins with a picture: have one chosen, and say what keys do. */
+async function awaitPicture() {
+  const answer = await fetch("api/sessions", { headers: client.authorization }).catch(() => null);
+  const { capacity } = answer?.ok ? await answer.json() : {};
+  if (!capacity?.begins_with_picture) return;
+  view.awaitsPicture = true;
+  drawKeys(capacity.controls);
+  drawAwaited("");
+  drawStatus();
+}
+
+function drawAwaited(fault) {
+  const says = "Choose a picture";
+  drawVeil(`${fault} This world begins with a picture: choose one, or drop or paste it here.`.trim(), { busy: false, button: true, says });
+}
+
 function onFirstFrame(offeredAt) {
   if (offeredAt !== client.offeredAt) return;
   view.frameSeen = true;
@@ -285,6 +313,10 @@ function sendPrompt(text) {
   drawFieldError("switch", "");
   if (!prompt) {
     $("prompt").focus();
+    return;
+  }
+  if (view.awaitsPicture) {
+    drawReceipt("The stream begins with this prompt, and a picture: choose one.");
     return;
   }
   ask("prompt", { prompt, switch: $("switch").value });
@@ -334,9 +366,17 @@ function changeSteps() {
 }
 
 /** A picture is too large for the control channel, so it goes over HTTP; the state says when it shows. */
-async function beginWith(form) {
+async function beginWith(file, fit) {
   const at = performance.now();
   drawReceipt("Sending the picture …");
+  if (view.awaitsPicture) {
+    const prompt = $("prompt").value.trim() || undefined;
+    await openOwn(client.authorization, { image: await dataOf(file), fit, ...(prompt && { prompt }) }).finally(() => drawReceipt(""));
+    return;
+  }
+  const form = new FormData();
+  form.append("image", file ?? "");
+  if (file) form.append("fit", fit);
   const address = `api/sessions/${encodeURIComponent(view.session)}`;
   const answer = await fetch(address, { method: "PATCH", body: form, headers: client.authorization }).catch(() => {
     drawReceipt("");
@@ -433,7 +473,8 @@ $("share").addEventListener("click", shareLink);
 $("fullscreen").hidden = !document.fullscreenEnabled;
 $("veil-button").addEventListener("click", () => {
   video.play().catch(() => {});
-  if (view.phase === "error") client.start(); // also where the engine has ended and the connection still stands
+  if (view.awaitsPicture) $("picture").click();
+  else if (view.phase === "error") client.start(); // also where the engine has ended and the connection still stands
   else client.retryNow();
 });
 
@@ -458,7 +499,10 @@ async function describe() {
       return made;
     }),
   );
+  view.needsPicture = engine.begins_with_picture;
+  drawPicture(view.image, view.needsPicture);
   drawSuggestions(view.text, suggest, engine.suggestions);
+  view.chunkFrames = engine.chunk_frames;
   if (engine.examples.length) $("prompt").placeholder = engine.examples[0];
   drawControls();
   $("camera-embedded").hidden = engine.model !== "tiny";
@@ -486,7 +530,15 @@ addEventListener("online", () => client.retryNow());
 
 for (const control of document.querySelectorAll("[data-steers][title]")) control.dataset.title = control.title;
 drawStatus();
-startPictures({ steers: () => view.steers && client.connected, send: beginWith, frame: () => frameOf(video) });
+startPictures({
+  steers: () => view.steers && (client.connected || view.awaitsPicture),
+  send: beginWith,
+  frame: () => frameOf(video),
+  say: (text) => {
+    drawFieldError("picture", text);
+    if (view.awaitsPicture) drawAwaited(text);
+  },
+});
 const camera = startCamera({
   address: () => `whip/${encodeURIComponent(view.session)}`,
   headers: client.authorization,
@@ -506,10 +558,17 @@ startRecording({
   authorization: client.authorization,
   told: (text) => drawReceipt(text),
 });
+const past = startRewinding({ client, view, rewind: (chunk) => ask("rewind", { chunk }), told: (text) => drawReceipt(text) });
 startSharpening();
 const ideas = startSuggestions(() => view.prompt);
-openShared(client.authorization).then((refused) => {
-  if (refused === null) return; // the page is on its way to the session
-  client.start();
-  if (refused) drawReceipt(refused);
-});
+openShared(client.authorization).then(
+  (opened) => opened || client.start(), // else the page is on its way to the session
+  (refused) => {
+    if (refused.field === "image") {
+      awaitPicture();
+      return;
+    }
+    client.start();
+    drawReceipt(`A stream of your own could not be opened; this is the server's. ${refused.message}`);
+  },
+);

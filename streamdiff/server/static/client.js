@@ -267,6 +267,7 @@ export async function refusal(response) {
   const told = await response.json().catch(() => null);
   const error = new Error(told?.detail || `The server answered ${response.status}.`);
   error.status = response.status;
+  error.field = told?.field;
   const retryAfterS = Number(response.headers.get("Retry-After"));
   if (retryAfterS > 0) error.retryAfterMs = retryAfterS * 1000;
   return error;

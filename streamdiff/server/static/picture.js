@@ -1,33 +1,30 @@
 // The start picture: dropped, pasted, chosen, or the frame on show; sent as it is, and fitted by the server.
 
-import { $, drawFieldError, setText } from "./dom.js";
+import { $, setText } from "./dom.js";
 
 const MAX_BYTES = 10 * 1024 * 1024;
 
-/** Wires the card up. `send(body)` starts the stream over with a form, and resolves when the server has taken it;
- *  `frame()` resolves with the frame on show as a file, or null. */
-export function startPictures({ steers, send, frame }) {
+/** Wires the card up. `send(file, fit)` starts a stream with a picture, null: with none, and resolves when the server has
+ *  taken it; `frame()` resolves with the frame on show as a file, or null; `say(text)` says what is wrong. */
+export function startPictures({ steers, send, frame, say }) {
   const card = $("picture-form");
 
   async function use(file) {
-    drawFieldError("picture", "");
+    say("");
     if (!file) return;
     if (file.size > MAX_BYTES) {
-      drawFieldError("picture", `That file has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${MAX_BYTES / 2 ** 20} are read.`);
+      say(`That file has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${MAX_BYTES / 2 ** 20} are read.`);
       return;
     }
-    const form = new FormData();
-    form.append("image", file, file.name || "picture");
-    form.append("fit", $("picture-fit").value);
-    await put(form);
+    await put(file);
   }
 
-  async function put(form) {
+  async function put(file) {
     card.setAttribute("aria-busy", "true");
     try {
-      await send(form);
+      await send(file, $("picture-fit").value);
     } catch (error) {
-      drawFieldError("picture", error.message);
+      say(error.message);
     } finally {
       card.removeAttribute("aria-busy");
       $("picture").value = "";
@@ -41,13 +38,11 @@ export function startPictures({ steers, send, frame }) {
   $("picture-frame").addEventListener("click", async () => {
     const file = await frame();
     if (file) await use(file);
-    else drawFieldError("picture", "There is no frame on screen yet.");
+    else say("There is no frame on screen yet.");
   });
   $("picture-none").addEventListener("click", () => {
-    drawFieldError("picture", "");
-    const form = new FormData();
-    form.append("image", "");
-    put(form);
+    say("");
+    put(null);
   });
   card.addEventListener("submit", (event) => event.preventDefault());
 
@@ -68,7 +63,7 @@ export function startPictures({ steers, send, frame }) {
     if (!steers()) return;
     const file = pictureOf(event.dataTransfer);
     if (file) use(file);
-    else drawFieldError("picture", "Not a picture: drop a JPEG, PNG, WebP or AVIF file.");
+    else say("Not a picture: drop a JPEG, PNG, WebP or AVIF file.");
   });
   addEventListener("paste", (event) => {
     const file = steers() && pictureOf(event.clipboardData);
@@ -80,10 +75,20 @@ export function startPictures({ steers, send, frame }) {
   });
 }
 
-/** Says whether the stream begins with a picture, and lets it be taken away. */
-export function drawPicture(begins) {
-  $("picture-none").hidden = !begins;
+/** Says whether the stream begins with a picture, and lets it be taken away where the model can do without. */
+export function drawPicture(begins, needed) {
+  $("picture-none").hidden = !begins || needed;
   setText($("picture-state"), begins ? "The stream begins with your picture." : "Drop or paste a picture anywhere; the stream continues from it.");
+}
+
+/** A file as a `data:` address, in which JSON carries it. */
+export function dataOf(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error("The file cannot be read."));
+    reader.readAsDataURL(file);
+  });
 }
 
 /** The frame that a video shows, as a PNG file; null before the first. */

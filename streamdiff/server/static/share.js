@@ -23,12 +23,10 @@ export async function share(what, lacks = "") {
   }
 }
 
-/** Where the page's address is such a link, or the server gives each visitor a session, open it and go there. Resolves
- *  with null then; else with why the session was refused, or "" where none is to be opened. */
-export async function openShared(authorization) {
+/** Open a session of one's own, as the page's address asks for it and with `more`, and go there. Throws the server's
+ *  refusal. */
+export async function openOwn(authorization, more = {}) {
   const asked = new URLSearchParams(location.search);
-  const own = "ownSession" in document.documentElement.dataset;
-  if ((!asked.get("prompt") && !own) || asked.has("session")) return "";
   const number = (name) => (asked.has(name) ? Number(asked.get(name)) : undefined);
   const body = JSON.stringify({
     prompt: asked.get("prompt") ?? undefined,
@@ -36,19 +34,24 @@ export async function openShared(authorization) {
     steps: number("steps"),
     fps: number("fps"),
     kv_context: asked.get("kv_context") ?? undefined,
+    ...more,
   });
-  let answer;
-  try {
-    answer = await fetch("api/sessions", { method: "POST", body, headers: { "Content-Type": "application/json", ...authorization } });
-  } catch {
-    return refused("The server cannot be reached.");
-  }
-  if (!answer.ok) return refused((await refusal(answer)).message);
-  const told = await answer.json().catch(() => ({}));
+  const answer = await fetch("api/sessions", { method: "POST", body, headers: { "Content-Type": "application/json", ...authorization } }).catch(() => {
+    throw new Error("The server cannot be reached.");
+  });
+  if (!answer.ok) throw await refusal(answer);
+  const told = await answer.json();
   for (const name of NAMES) asked.delete(name);
   asked.set("session", told.id);
   location.replace(`${location.pathname}?${asked}#token=${encodeURIComponent(told.control_token)}`);
-  return null;
 }
 
-const refused = (why) => `A stream of your own could not be opened; this is the server's. ${why}`;
+/** Where the page's address is such a link, or the server gives each visitor a session, `openOwn`. Resolves with whether
+ *  one was opened; throws the server's refusal. */
+export async function openShared(authorization) {
+  const asked = new URLSearchParams(location.search);
+  const own = "ownSession" in document.documentElement.dataset;
+  if ((!asked.get("prompt") && !own) || asked.has("session")) return false;
+  await openOwn(authorization);
+  return true;
+}

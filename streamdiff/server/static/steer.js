@@ -9,7 +9,38 @@ const GRADES = 20; // of a stick, each way
 const MOUSE_FULL = 12; // pixels per frame of the screen that turn an axis fully
 const MOUSE_REST_MS = 80; // without movement, until the mouse's axes are at rest
 const MOUSE = [["MouseX", "movementX", 1], ["MouseY", "movementY", 1], ["-MouseY", "movementY", -1]];
+const OTHER_WAY = { right: "left", up: "down", forward: "back" };
 const LABELS = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓" };
+
+const ways = ({ kind }) => (kind === "axis" ? [-1, 1] : [1]);
+const labelOf = (code) => LABELS[code] ?? code.replace(/^Key|^Digit/, "");
+
+/** What a control does when it is held at `value`, in words. */
+function does(name, value) {
+  const words = name.replaceAll("_", " ");
+  if (value > 0) return words;
+  const other = words.replace(/\b(right|up|forward)\b/, (word) => OTHER_WAY[word]);
+  return other === words ? `${words} back` : other;
+}
+
+/** Say what the keys of these controls do: beside the other shortcuts, and while there is no picture in its place. */
+export function drawKeys(controls) {
+  const rows = controls.flatMap((each) =>
+    ways(each).map((value, way) => [
+      each.keys.filter((code, at) => !code.includes("Mouse") && (each.kind === "button" || at % 2 === way)).map(labelOf),
+      does(each.name, value),
+    ]),
+  );
+  if (controls.some(({ keys }) => keys.some((code) => code.includes("Mouse")))) rows.push([["mouse"], "after a click on the picture"]);
+  for (const place of ["world-keys", "veil-keys"]) {
+    const said = rows.filter(([keys]) => keys.length).map(([keys, what]) => {
+      const span = document.createElement("span");
+      span.append(...keys.flatMap((key) => [Object.assign(document.createElement("kbd"), { textContent: key }), " "]), what);
+      return span;
+    });
+    $(place).replaceChildren(...said);
+  }
+}
 
 /** Begin to listen. `steers` says whether this page may steer now. Returns what the page calls with the session's
  *  controls, and with each receipt of kind `control`. */
@@ -102,15 +133,15 @@ export function startSteering(client, steers, view) {
       return stick;
     });
     const shown = fingers ? controls.filter(({ kind }) => kind === "button") : controls;
-    const made = shown.flatMap(({ name, kind, keys }) => (kind === "axis" ? [-1, 1] : [1]).map((value, index) => ({ name, value, key: keys[index] ?? "" })));
+    const made = shown.flatMap((each) => ways(each).map((value, index) => ({ name: each.name, value, key: each.keys[index] ?? "" })));
     const buttons = made.map(({ name, value, key }) => {
       const button = document.createElement("button");
       button.type = "button";
       button.tabIndex = -1; // keys do the same
       button.className = "key";
       Object.assign(button.dataset, { name, value, key });
-      button.textContent = (!fingers && (LABELS[key] ?? key.replace(/^Key|^Digit/, ""))) || name;
-      button.title = button.ariaLabel = `${name.replace("_", " ")}${value < 0 ? " back" : ""}`;
+      button.textContent = (!fingers && labelOf(key)) || name;
+      button.title = button.ariaLabel = does(name, value);
       return button;
     });
     $("pad-keys").replaceChildren(...sticks, ...buttons);
@@ -197,6 +228,7 @@ export function startSteering(client, steers, view) {
       if (JSON.stringify(known) === JSON.stringify(controls)) return;
       controls = known;
       build();
+      drawKeys(known);
     },
     receipt({ id, stage }) {
       if (stage === "shown" && asked.has(id)) {

@@ -70,6 +70,10 @@ MESSAGES = [
         "a", (TimedChange(at=1, prompt="x"), TimedChange(at=2, controls={"shape": 0.5}, loop=True)), "r6", 0
     ),
     messages.GetLog("a", "r7"),
+    messages.Rewind("a", 40, 2, "r8"),
+    messages.Kept("a", (7, 40)),
+    messages.Kept("a", None),
+    messages.Open("a", "x", changes=(TimedChange(at=1, taps={"jump": 1.0}),), facts={"weights": ["00"]}),
     messages.ControlsApplied("a", ("r5",), 3, 36),
     messages.InputFrames("a", PICTURES),
     messages.InputUsed("a", 0.5, 24, 12, "why"),
@@ -118,17 +122,12 @@ def test_pictures_are_not_copied_on_the_way() -> None:
         (["InputFrames", {"session": "a", "pictures": {_BESIDE: [2, 3]}}], [b"x" * 7]),
         (["InputFrames", {"session": "a", "pictures": {_BESIDE: "23"}}], [b"x" * 6]),
         ([1], []),
+        *((no_json, []) for no_json in (b"", b"\xff\xfe", b"{")),
     ],
 )
 def test_what_is_no_message_is_refused(header: object, raw: list[bytes]) -> None:
     with pytest.raises(SerializationError):
-        decode([json.dumps(header).encode(), *raw])
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"{"])
-def test_what_is_not_json_is_refused(data: bytes) -> None:
-    with pytest.raises(SerializationError):
-        decode([data])
+        decode([header if isinstance(header, bytes) else json.dumps(header).encode(), *raw])
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -13,7 +14,7 @@ from PIL import Image
 
 from streamdiff.engine.messages import Open, Reset
 from tests.server.conftest import Site, bearer, open_site
-from tests.server.scripted import COLOURS, SIZE
+from tests.server.scripted import COLOURS, CONTROLS, INFO, SIZE, Painter
 
 
 def png(colour: str, width: int = 60, height: int = 90) -> bytes:
@@ -106,3 +107,16 @@ async def test_what_cannot_be_used_is_refused_by_name_and_nothing_changes(method
         assert (await site.http.get(f"/api/sessions/{opened['id']}", headers=own)).json()["rev"] == 0
         assert len(site.state.manager.sessions) == 2, "the default one, and this"
         assert not sent(site, Reset, opened["id"])
+
+
+async def test_a_server_of_a_world_has_no_session_until_one_is_opened_with_a_picture() -> None:
+    world = replace(INFO, begins_with_picture=True, controls=CONTROLS)
+    async with open_site(painter=Painter(chunk_s=0.02, info=world)) as site:
+        told = (await site.http.get("/api/sessions")).json()
+        assert told["sessions"] == [] and told["capacity"]["begins_with_picture"] is True
+        assert [each["name"] for each in told["capacity"]["controls"]] == ["move_x", "jump"]
+        assert (await site.http.get("/readyz")).status_code == 200
+        refused = await site.http.post("/api/sessions", json={"prompt": "blue"})
+        assert (refused.status_code, refused.json()["field"]) == (422, "image")
+        opened = await site.http.post("/api/sessions", json={"image": text(png("green"))})
+        assert opened.status_code == 201 and is_all(sent(site, Open, opened.json()["id"])[0].image, "green")

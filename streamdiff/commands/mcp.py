@@ -83,8 +83,7 @@ class Tools:
     async def record(self, stream: str, seconds: float = 10.0) -> str:
         """Save the last seconds that were shown, at most 30, as a video file. Returns its path."""
         video = (await self._find(stream).request("GET", "/clip", params={"seconds": seconds})).content
-        ending = "mp4" if video[4:8] == b"ftyp" else "webm"
-        path = self._folder / f"{stream}-{secrets.token_hex(4)}.{ending}"
+        path = self._folder / f"{stream}-{secrets.token_hex(4)}.{'mp4' if video[4:8] == b'ftyp' else 'webm'}"
         path.write_bytes(video)
         return str(path.resolve())
 

@@ -300,7 +300,8 @@ def read(
     errors = []
     for each in problems:  # what is wrong with fields together has no place, but a type that is a field's name
         together = each["type"] if each["type"] in model.model_fields else ""
-        field = ".".join(map(str, each["loc"]))[:80] or together
+        parts = [str(part) for part in each["loc"]]  # one with a hyphen is no field: it says which type was tried
+        field = ".".join(part for part in parts if "-" not in part)[:80] or together
         errors.append({"field": field, "message": each["msg"]})
     field, message = errors[0]["field"][:40], errors[0]["message"]
     detail = f"`{field}`: {message}." if problems[0]["loc"] else f"{message}."

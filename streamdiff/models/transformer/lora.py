@@ -5,10 +5,9 @@ A row without one is computed as if there were none. What a branch adds to a row
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from streamdiff.session_state.fields import session_state
@@ -40,12 +39,3 @@ class Branch(NamedTuple):
     end: int
     factors: BlockFactors
     scale: float
-
-
-def add_branches(branches: Sequence[Branch], layer: str, given: Tensor, result: Tensor) -> Tensor:
-    """What the linear layer `layer` of a block has made of `given`, both `[R, ...]`, with its branches. Mutates:
-    result."""
-    for first, end, factors, scale in branches:
-        if (pair := factors.get(layer)) is not None:
-            result[first:end] += F.linear(F.linear(given[first:end], pair.down) * scale, pair.up)
-    return result

@@ -25,7 +25,7 @@ from streamdiff.models.camera import camera_channels
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
-from streamdiff.models.transformer.lora import Branch, add_branches
+from streamdiff.models.transformer.lora import Branch
 from streamdiff.models.transformer.rope import gelu, multiply_add
 from streamdiff.session_state.fields import session_state
 
@@ -476,6 +476,15 @@ def _query_key_value(
     for name, each in zip(("to_q", "to_k", "to_v") if branches else (), (query, key, value), strict=False):
         add_branches(branches, f"attn1.{name}", normal, each)
     return own.norm_q(query), own.norm_k(key), value
+
+
+def add_branches(branches: Sequence[Branch], layer: str, given: Tensor, result: Tensor) -> Tensor:
+    """What the linear layer `layer` of a block has made of `given`, both `[R, ...]`, with its branches. Mutates:
+    result."""
+    for first, end, factors, scale in branches:
+        if (pair := factors.get(layer)) is not None:
+            result[first:end] += F.linear(F.linear(given[first:end], pair.down) * scale, pair.up)
+    return result
 
 
 def _norm(norm: nn.Module, hidden: Tensor) -> Tensor:

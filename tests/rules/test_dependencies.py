@@ -51,7 +51,7 @@ def imported() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_every_import_is_declared() -> None:
-    known = declared().union(*map(declared, ("plot", "quantize", "client", "mcp", "stage")))
+    known = declared().union(*map(declared, ("plot", "quantize", "client", "gguf", "mcp", "stage")))
     missing = {name: place for name, place in imported().items() if COMES_WITH.get(name, name) not in known}
     assert not missing, f"imported but not in pyproject.toml: {missing}"
 

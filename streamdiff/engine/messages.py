@@ -53,7 +53,7 @@ class Open(StreamCommand):
     `image` is for resets; frames are numbered from `made_frames`, or from the snapshot's number where that is higher;
     epochs go on so that the last, which has all of it, is `epoch` or above. A background session takes none.
 
-    `prompt_embeds`, `image_latents`, `video_latents` and `strength`: see `features.Features`. A session that has the
+    `prompt_embeds` and what follows: see `features.Features`. A session that has the
     first of them has no prompt, and one that continues from a snapshot has what was saved with it.
     """
 
@@ -73,6 +73,8 @@ class Open(StreamCommand):
     prompt_embeds: Data | None = field(default=None, repr=False)
     image_latents: Data | None = field(default=None, repr=False)
     video_latents: Data | None = field(default=None, repr=False)
+    poses: Data | None = field(default=None, repr=False)
+    intrinsics: Data | None = field(default=None, repr=False)
     strength: float = DEFAULT_STRENGTH
 
 

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 class Encoded(NamedTuple):
     """What a request's parts have become, as the pipeline takes them: the text's embeddings, or a
-    picture's features in their place, the encoded picture, and what chunks are to start from; None: it has no such
-    part."""
+    picture's features in their place, the encoded picture, what chunks are to start from, and a camera's way; None: it
+    has no such part."""
 
     conditioning: Any = None
     start: Any = None
     video: Any = None
     image_features: Any = None
+    controls: Any = None
 
 
 NOTHING = Encoded()
@@ -218,4 +219,5 @@ class PromptQueue:
         embeddings, latents, video, motion = map(
             given.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
         )
-        return Encoded(*self._pipeline.features_of(embeddings, latents, video, features.strength, motion))
+        made = Encoded(*self._pipeline.features_of(embeddings, latents, video, features.strength, motion))
+        return made._replace(controls=self._pipeline.cameras_of(given)) if "poses" in given else made

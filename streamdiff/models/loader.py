@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.config import EMBEDDED, ModelConfig
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
@@ -128,6 +129,7 @@ class ModelLoader:
             if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
                 sink = said.get("sink_size")  # in worlds' own configurations
                 spec = replace(spec, window_latents=window, sink_latents=sink if type(sink) is int else 0)
+            spec = replace(spec, kv_contexts=KV_CONTEXTS) if self.config.untested else spec
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")

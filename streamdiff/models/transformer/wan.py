@@ -416,18 +416,29 @@ class WanDenoiser:
     ) -> Tensor:  # fmt: skip
         """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
         as of `run_blocks`."""
-        block = weights.block
-        _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
+        hidden = self.to_cross_attention(weights, hidden, modulation, text, mixed, attend)
+        if act is not None:
+            hidden = act(weights.block, hidden)
+        return self.feed_forward(weights, hidden, modulation)
+
+    def to_cross_attention(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: BlockText, mixed: Tensor, attend: Attend
+    ) -> Tensor:
+        """`after_attention`, cross-attention included."""
+        block, gate = weights.block, modulation[:, :, 2]
         hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
         if isinstance(text, SteeredText):
             hidden = torch.addcmul(text.shift, hidden, text.scale)
 
         cross = block.attn2
         query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
-        hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
-        if act is not None:
-            hidden = act(block, hidden)
+        result: Tensor = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+        return result
 
+    def feed_forward(self, weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> Tensor:
+        """The end of a block, after cross-attention and actions."""
+        block = weights.block
+        _, _, _, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)

@@ -126,7 +126,7 @@ class StreamSession:
         self._failure = ""
         self._frames.clear()
         self._made = 0
-        self._ask(opening, "")
+        self._ask(opening)
 
     def replay(self, log: Log | Path | str, image: Image | None = None, fit: str = "cover") -> None:
         """End the stream, and play that of a log again, a file or one that was read: the same latents, on the same
@@ -148,7 +148,7 @@ class StreamSession:
         if self.text != header.prompt:
             why = f"the log's prompt {header.prompt[:60]!r} is read as {self.text[:60]!r} by this version"
             raise RequestError("prompt", why, "model")
-        self._ask(messages.SetTimeline(_NAME, log.changes, "log", 0, as_read=True), "log")
+        self._ask(messages.SetTimeline(_NAME, log.changes, "log", 0, as_read=True))
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class StreamSession:
         """
         switch = switch or self._switch
         request = f"{'reset' if switch == 'reset' else 'prompt'} {next(self._numbers)}"
-        accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch, over=over, along=along), request)
+        accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch, over=over, along=along))
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
@@ -201,8 +201,7 @@ class StreamSession:
         Raises:
             RequestError: a number that the model does not have, which the error names.
         """
-        request = f"steps {next(self._numbers)}"
-        self._ask(messages.SetSteps(_NAME, number, request), request)
+        self._ask(messages.SetSteps(_NAME, number, f"steps {next(self._numbers)}"))
 
     def control(self, **values: float) -> None:
         """Hold controls, by name (`controls`): an axis from -1 to 1, a button 0 or 1; 0 lets it go, others stay as they
@@ -212,8 +211,7 @@ class StreamSession:
         Raises:
             RequestError: a control that the model does not have, or a value that it cannot take.
         """
-        request = f"control {next(self._numbers)}"
-        self._ask(messages.SetControls(_NAME, values, request), request)
+        self._ask(messages.SetControls(_NAME, values, f"control {next(self._numbers)}"))
 
     def timeline(self, changes: Sequence[Mapping[str, Any] | TimedChange], *, fps: float | None = None) -> None:
         """Let changes come by themselves: a list of `{"at": chunk, ...}` or `{"seconds": s, ...}` (docs/replay.md),
@@ -225,7 +223,7 @@ class StreamSession:
         """
         request = f"timeline {next(self._numbers)}"
         placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
-        self._ask(messages.SetTimeline(_NAME, placed_changes, request, None if self._made else 0), request)
+        self._ask(messages.SetTimeline(_NAME, placed_changes, request, None if self._made else 0))
 
     def log(self) -> bytes:
         """What has steered the stream since it began or was reset, as a file of JSON lines, which `streamdiff generate
@@ -245,7 +243,7 @@ class StreamSession:
         """
         begin = None if image is ... else self._fitted(image, fit)
         request = f"reset {next(self._numbers)}"
-        self._ask(messages.Reset(_NAME, seed, request, begin, no_image=image is None), request)
+        self._ask(messages.Reset(_NAME, seed, request, begin, no_image=image is None))
 
     def video(self, strength: float | None = messages.DEFAULT_STRENGTH) -> None:
         """Let the next chunks start from the video that `feed` brings, with noise of level `strength` mixed in: near 0
@@ -258,8 +256,8 @@ class StreamSession:
         Raises:
             RequestError: a strength out of range, or a model that encodes no video.
         """
-        request, self._video_fault = f"video {next(self._numbers)}", ""
-        self._ask(messages.SetInput(_NAME, strength, request), request)
+        self._video_fault = ""
+        self._ask(messages.SetInput(_NAME, strength, f"video {next(self._numbers)}"))
         self._takes_video = strength is not None
 
     def feed(self, frames: Frame, fit: str = "cover") -> None:
@@ -318,7 +316,7 @@ class StreamSession:
         # A server's snapshot has none of the frames that were made and not shown.
         pictures, made = Snapshot.from_bytes(data).pictures, read_saved_session(data).made_frames
         shown = made - len(pictures)
-        self._ask(messages.Open(_NAME, "", snapshot=data, made_frames=made, shown_frames=shown), "")
+        self._ask(messages.Open(_NAME, "", snapshot=data, made_frames=made, shown_frames=shown))
         self._frames.extend(pictures)
         self._made = made
         self._tell(messages.SetPaused(_NAME, False))
@@ -348,7 +346,7 @@ class StreamSession:
             self._check_open()
             self._take(self._engine.handle(command))
 
-    def _ask(self, command: messages.Command, request: str) -> messages.Accepted | messages.Opened:
+    def _ask(self, command: messages.Command) -> messages.Accepted | messages.Opened:
         """Send a command, and wait for its answer without making frames: how long that takes does not change from which
         chunk on it holds. Raises RequestError where it is refused."""
         self._tell(command)
@@ -356,7 +354,7 @@ class StreamSession:
             with self._lock:
                 self._check_open()
                 self._take(self._engine.settle())
-                event = self._answers.pop(request, None)
+                event = self._answers.pop(getattr(command, "request", ""), None)
                 waited_for = self._engine.encodings()
             if isinstance(event, messages.Refused):
                 raise RequestError(event.field, event.reason)

@@ -42,11 +42,6 @@ def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:
     return {"clean": 1, "staircase": steps + 1}.get(kv_context, stages)
 
 
-def sessions_to_fill(kv_context: str, *, steps: int, stages: int) -> int:
-    """Sessions that keep all stages busy."""
-    return -(-stages // in_flight_limit(kv_context, steps=steps, stages=stages))
-
-
 def most_steps(steps: int, known: Sequence[int]) -> int:
     """The largest number of steps that a session may change to (`known`: those its model has). Its caches are sized for
     it, so that nothing is allocated while it runs."""
@@ -118,17 +113,8 @@ class MicroStep:
 
 @cache
 def shared_fields(kind: type) -> tuple[str, ...]:
-    """Fields of a dataclass in which all rows of a forward must be equal.
-
-    Raises:
-        TypeError: a field does not say whether it is shared.
-    """
-    for each in fields(kind):
-        if each.metadata.get("in_a_forward") not in ("shared", "per_row"):
-            raise TypeError(
-                f"{kind.__name__}.{each.name} does not say whether rows of one forward may differ in it; "
-                "declare it as field(metadata=SHARED) or field(metadata=PER_ROW)"
-            )
+    """Fields of a dataclass in which all rows of a forward must be equal. KeyError for a field that does not say
+    whether it is SHARED or PER_ROW."""
     return tuple(each.name for each in fields(kind) if each.metadata["in_a_forward"] == "shared")
 
 
@@ -150,36 +136,18 @@ def record_length(max_rows: int) -> int:
 
 
 def pack(rows: Sequence[MicroStep], max_rows: int, sequence: int) -> list[int]:
-    """The record of a forward: sequence number, count, each row's fields in order, zeros up to `record_length`.
-
-    Raises:
-        ValueError: more rows than `max_rows`.
-    """
-    if len(rows) > max_rows:
-        raise ValueError(f"there are {len(rows)} rows; a record for max_rows {max_rows} holds at most {max_rows}")
+    """The record of a forward of at most `max_rows` rows: sequence number, count, each row's fields in order, zeros up
+    to `record_length`."""
     record = [sequence, len(rows)]
     for row in rows:
         record += _VALUES(row)
     return record + [0] * (record_length(max_rows) - len(record))
 
 
-def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
-    """Sequence number and rows of a record that `pack` made for the same `max_rows`.
-
-    Raises:
-        ValueError: the record has another length, a count that cannot be, or something behind its rows.
-    """
-    if len(record) != record_length(max_rows):
-        raise ValueError(
-            f"a record has {len(record)} integers; for max_rows {max_rows} it must have {record_length(max_rows)}"
-        )
+def unpack(record: Sequence[int]) -> tuple[int, list[MicroStep]]:
+    """Sequence number and rows of a record that `pack` made."""
     sequence, count = record[:_HEAD]
-    if not 0 <= count <= max_rows:
-        raise ValueError(f"a record's count is {count}; for max_rows {max_rows} it must be from 0 to {max_rows}")
-    end = record_length(count)
-    if any(record[end:]):
-        raise ValueError(f"a record of {count} rows has something other than zeros behind them: {list(record[end:])}")
-    return sequence, [MicroStep(*record[at : at + _FIELDS]) for at in range(_HEAD, end, _FIELDS)]
+    return sequence, [MicroStep(*record[at : at + _FIELDS]) for at in range(_HEAD, record_length(count), _FIELDS)]
 
 
 # ---- models, frames, streams -------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import torch
 from streamdiff import clock
 from streamdiff.errors import ConfigError
 
-AUTO = "auto"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,17 +70,12 @@ def _cgroups(process: Path) -> Iterator[tuple[str, Path]]:
 
 
 def pick_device(wanted: str, name: str = "--device") -> torch.device:
-    """The device `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`. `name` is what the message calls it.
-
-    Raises:
-        ConfigError: another word, or CUDA where there is none.
-    """
-    if wanted not in (AUTO, "cpu", "cuda"):
-        raise ConfigError(f"{name} is {wanted}, but must be auto, cpu or cuda")
+    """The device `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`; ConfigError for CUDA where there is
+    none. `name` is what the message calls it."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and found == "cpu":
         raise ConfigError(f"{name} is cuda, but torch sees no CUDA device; use auto or cpu")
-    return torch.device(found if wanted == AUTO else wanted)
+    return torch.device(found if wanted == "auto" else wanted)
 
 
 def bind(device: torch.device) -> None:
@@ -106,13 +100,7 @@ def own_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`.
-
-    Raises:
-        ConfigError: another word.
-    """
-    if wanted not in (AUTO, *_DTYPES):
-        raise ConfigError(f"--dtype is {wanted}, but must be {AUTO}, {' or '.join(_DTYPES)}")
+    """The dtype `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`."""
     return _DTYPES.get(wanted, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 

@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from streamdiff.core import KVContext
 from streamdiff.errors import ConfigError
-from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, parse_data
+from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, packed_header, parse_data
 
 _SOURCE = "session.save(FILE) and GET /api/sessions/ID/snapshot write one"
 KIND, FORMAT = "streamdiff session", 2
@@ -163,13 +163,6 @@ _TRUST = (
     "A snapshot is taken from servers with the same serve.snapshot_key_file; --trust-snapshots takes others too, and "
     "streamdiff serve --from FILE and streamdiff.load(FILE) need no signature"
 )
-
-
-def packed_header(tree: Mapping[str, Any]) -> bytes:
-    """A safetensors file's beginning: the length of the header, and the header, to a multiple of 8 bytes."""
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _split(data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:

@@ -74,7 +74,7 @@ class FakePipeline:
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         if kv_context not in ("clean", "staircase", "same_step"):
             raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or same_step")
-        return self.info.chunk_frames
+        return 2 * self.info.chunk_frames
 
     def open(
         self,

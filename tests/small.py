@@ -22,7 +22,7 @@ from streamdiff.models.tiny.model import TEXT_TOKENS, WIDTH, TinyText
 from streamdiff.models.tiny.scene import Scene
 from streamdiff.models.transformer.actions import attach
 from streamdiff.models.transformer.wan import WanDenoiser, make_transformer
-from training import model_folder
+from training import autoencoder, model_folder
 from training.scene_rows import row_of
 from training.world.render import render
 from training.world.tracks import Streams
@@ -120,6 +120,18 @@ def bare_sky() -> torch.Tensor:
     rows = torch.tensor([row_of(Scene(place="sky"))])
     frame: torch.Tensor = render(Streams(rows).play(rows, 1).flat(), things=False).frames[0]
     return frame
+
+
+def dice(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def untrained_autoencoder() -> TAEHV:
+    """The embedded model's, as its training begins."""
+    torch.manual_seed(0)
+    made = TAEHV(autoencoder.AUTOENCODER)
+    autoencoder.initialise(made)
+    return made
 
 
 def small_autoencoder(seed: int, config: TaehvConfig = AUTOENCODER) -> TAEHV:

@@ -1,4 +1,4 @@
-"""Frames in the user's own process: painted ones, and those of the embedded model."""
+"""Frames in the user's own process: painted ones, and those of the embedded model, saved and resumed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 import subprocess
 import sys
 import threading
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +15,11 @@ import torch
 
 import streamdiff
 from streamdiff.api import StreamSession
-from streamdiff.errors import ConfigError, RequestError, StreamdiffError
+from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, SIZE, PaintedPipeline, checksum
-from tests.small import RED, small_encoder, small_model
+from tests.small import BLUE, RED, small_encoder, small_model
 
 
 @pytest.fixture
@@ -159,12 +161,6 @@ def test_steering_from_another_thread(session: StreamSession) -> None:
     assert seen == [n % 256 for n in range(2000)]
 
 
-@pytest.mark.parametrize("seconds", [0, float("nan"), float("inf")])
-def test_a_length_that_cannot_be_is_refused_at_once(seconds: float) -> None:
-    with pytest.raises(ConfigError):
-        streamdiff.stream("red", seconds=seconds)
-
-
 @pytest.mark.slow
 def test_the_embedded_model_streams(capfd: pytest.CaptureFixture[str]) -> None:
     frames = list(streamdiff.stream("a red circle moving left", seconds=1, seed=3))
@@ -184,3 +180,27 @@ def test_importing_the_package_is_light() -> None:
     assert set(streamdiff.__all__) <= {*dir(streamdiff), *streamdiff.__all__}
     with pytest.raises(AttributeError):
         streamdiff.nonsense  # noqa: B018
+
+
+@pytest.mark.slow
+def test_a_loaded_stream_has_the_frames_of_the_one_that_was_saved(tmp_path: Path) -> None:
+    """Saved with frames that are made and not taken, right after a prompt; then both begin afresh alike."""
+    path = tmp_path / "stream.safetensors"
+    with streamdiff.open(RED, seed=4) as stream:
+        frames = iter(stream)
+        for _ in islice(frames, stream.chunk_frames + 1):
+            pass
+        stream.set_prompt(BLUE)
+        stream.save(path)
+        expected = list(islice(frames, 2 * stream.chunk_frames))
+        stream.reset(7)
+        expected += islice(frames, stream.chunk_frames)
+    with streamdiff.load(path) as stream:
+        assert stream.text == BLUE
+        shown = list(islice(iter(stream), 2 * stream.chunk_frames))
+        stream.reset(7)
+        shown += islice(iter(stream), stream.chunk_frames)
+        assert np.array_equal(np.stack(shown), np.stack(expected))
+        assert not np.array_equal(shown[0], shown[-1])
+    with pytest.raises(RequestError):
+        streamdiff.load(path, dtype="bfloat16")

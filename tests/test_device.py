@@ -30,12 +30,10 @@ def test_auto_takes_cuda_where_there_is_one(
     assert pick_device(wanted) == picked
 
 
-def test_a_device_that_is_not_there_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError):
         pick_device("cuda", "model.device")
-    with pytest.raises(ConfigError):
-        pick_device("gpu")
 
 
 V1 = "9:memory:{path}\n1:cpu:/\n0::/\n", "33 2 0:3{root} {mount} rw - cgroup cgroup rw,memory\n"
@@ -95,8 +93,6 @@ def test_cgroups_that_show_only_some_of_their_files_limit_memory_too(tmp_path: P
 def test_dtypes() -> None:
     assert pick_dtype("auto", CPU) == pick_dtype("float32", CUDA) == torch.float32
     assert pick_dtype("auto", CUDA) == pick_dtype("bfloat16", CPU) == torch.bfloat16
-    with pytest.raises(ConfigError):
-        pick_dtype("int8", CPU)
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

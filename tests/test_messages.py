@@ -1,6 +1,6 @@
 """What users read after a mistake: tests/messages.txt has what they do, and the answer below it.
 
-    $ streamdiff ...      a command line, in a folder with a few wrong files: the exit status and the last line printed
+    $ streamdiff ...      a command line, in a folder with a few wrong files: the exit status and what is printed
     yaml ...              a configuration file with that text
     >>> ...               an expression in Python, where `given` is a session that paints
     POST /api/... BODY    a request to a running server (or GET, PATCH, DELETE): status, field, code, sentence
@@ -63,7 +63,7 @@ def answer(asked: str) -> str:
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 status = main.main(shlex.split(asked)[2:])
-            return f"[{status}] {out.getvalue().strip().splitlines()[-1]}"
+            return f"[{status}] {out.getvalue().strip()}"
         if asked.startswith("yaml"):
             Path("config.yaml").write_bytes(asked[5:].encode().decode("unicode_escape").encode())
             load(Path("config.yaml"))
@@ -92,7 +92,9 @@ def answers(asked: list[str]) -> dict[str, str]:
         os.chdir(folder)
         try:
             write_wrong_files()
+            there = sorted(Path(folder).iterdir())
             found = {each: answer(each) for each in asked if not each.startswith(REQUESTS)}
+            assert sorted(Path(folder).iterdir()) in (there, sorted([*there, Path(folder, "config.yaml")]))
 
             async def ask() -> None:
                 async with open_site(Config(serve=ServeConfig(jobs_dir=f"{folder}/jobs"))) as site:
@@ -113,11 +115,19 @@ def write_wrong_files() -> None:
     Path("empty.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     save_file({"x": np.zeros(1, np.float32)}, "other.safetensors")
     save_file({"latents": np.zeros((1, 1, 2, 2), np.float32)}, "latents.safetensors")
+    save_file({"latents": np.full((16, 2, 2, 2), np.nan, np.float32)}, "nan.safetensors")
+    save_file({"latents": np.zeros((16, 1, 2, 2), np.float32)}, "right.safetensors")
+    for name, shape, value in (("bytes", (3, 4, 16, 16), 255), ("grey", (1, 4, 16, 16), 0), ("odd", (3, 4, 16, 20), 0)):
+        save_file({"video": np.full(shape, value, np.float32)}, f"{name}.safetensors")
     save_file({"blocks.0.self_attn.q.lora_A.weight": np.ones((2, 2), np.float32)}, "style.safetensors")
     Path("cut.safetensors").write_bytes(Path("latents.safetensors").read_bytes()[:-4])
     Path("page.safetensors").write_text("<!DOCTYPE html><title>Sign in</title>")
     Path("pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
     Path("there.mp4").write_bytes(b"")
+    wrong = {"brace": "{", "list": '{"prompt": "x"}\n[1]', "deep": 100_000 * "[", "without": "{}"}
+    wrong |= {"misspelt": '{"prompt": "x", "sed": 1}', "avi": '{"prompt": "x", "output": "x.avi"}'}
+    for name, text in wrong.items():
+        Path(f"{name}.jsonl").write_text(text)
 
 
 def clean(text: str) -> str:

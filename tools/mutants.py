@@ -110,7 +110,7 @@ SLIPS = [
          f"{T}/pipeline/test_row_faults.py -k nobodys"),
     # ---- of our own: areas that look thin ----
     Slip("Z1", "error code `network` is `ports`", f"{S}/server/webrtc/peer_connections.py",
-         'raise Unavailable("network",', 'raise Unavailable("ports",', f"{T}/server/webrtc/test_udp_ports.py -k no_socket"),
+         'raise Unavailable("network",', 'raise Unavailable("ports",', f"{T}/server/webrtc/test_viewer_faults.py -k no_socket"),
     Slip("Z2", "`?client=`: a dead connection of any client makes room", f"{S}/server/webrtc/peer_connections.py",
          "same = client_id is not None and viewer.client_id == client_id", "same = client_id is not None",
          f"{T}/server/webrtc/test_viewer_faults.py -k 'comes_back or never_lived'"),
@@ -133,10 +133,10 @@ SLIPS = [
          f"{T}/server/load/test_load_policy.py {T}/server/sessions/test_adaptive.py"),
     Slip("Z9", "snapshot: adaptive ring's next slot may be one too high", f"{S}/pipeline/snapshot/checks.py",
          "geometry.slots - geometry.pinned - 1)", "geometry.slots - geometry.pinned)",
-         f"{T}/pipeline/test_snapshot_bounds.py"),
+         f"{T}/pipeline/test_hostile_snapshot.py -k have_bounds"),
     Slip("Z10", "snapshot: a chunk that is finished may be in flight", f"{S}/pipeline/snapshot/checks.py",
          "new.passes - 1 - (index == 0))", "new.passes - 1)",
-         f"{T}/pipeline/test_snapshot_bounds.py"),
+         f"{T}/pipeline/test_hostile_snapshot.py -k have_bounds"),
     Slip("Z11", "one job more than an address's share", f"{S}/server/jobs/runner.py",
          "self._store.count(owner) >= owner_share", "self._store.count(owner) > owner_share",
          f"{T}/server/jobs/test_videos.py -k have_limits"),
@@ -168,10 +168,10 @@ SLIPS = [
          f"{T}/server/media/test_encoder.py -k never_above"),
     Slip("Z21", "an offer that cannot be answered keeps its place", f"{S}/server/webrtc/peer_connections.py",
          "            await peer.close()\n            self._slots.release(peer.address)\n", "            await peer.close()\n",
-         f"{T}/server/webrtc/test_viewers.py {T}/server/webrtc/test_udp_ports.py -k 'bad_offers or taken'"),
+         f"{T}/server/webrtc/test_viewers.py {T}/server/webrtc/test_viewer_faults.py -k 'bad_offers or taken'"),
     Slip("Z22", "free places: sessions that wait in host memory do not count", f"{S}/server/sessions/manager.py",
          "            most = min(most, by_memory + away - len(sessions))\n", "            pass\n",
-         f"{T}/server/load/test_agent_check.py"),
+         f"{T}/server/load/test_load_policy.py -k takes_a_place"),
 ]  # fmt: skip
 
 

@@ -93,13 +93,11 @@ def _carry_out(argv: list[str]) -> int:
             from streamdiff.commands import models
 
             return models.run(_job(jobs.ModelsJob, arguments))
-        case "decode":
+        case "decode" | "encode":
             from streamdiff.commands import convert
 
-            return convert.decode(_job(jobs.DecodeJob, arguments))
-        case "encode":
-            from streamdiff.commands import convert
-
+            if arguments.command == "decode":
+                return convert.decode(_job(jobs.DecodeJob, arguments))
             return convert.encode(_job(jobs.EncodeJob, arguments))
     parser.parsers()[""].print_help()
     return OK

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _HEAD_DIM = 128
 """Width of a head of Wan's."""
+_SHARED = Path("/dev/shm")
 _ENCODERS: dict[Library, str] = {"h264_nvenc": "H.264", "libx264": "H.264", "libvpx": "VP8"}
 Grade = Literal["ok", "note", "FAIL"]
 
@@ -104,9 +106,13 @@ def _look_at_torch(config: Config) -> Iterator[Finding]:
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     yield Finding("ok", "torch", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads by default")
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(gpus):
         device = torch.cuda.get_device_properties(index)
         yield Finding("ok", "gpu", f"cuda:{index} {device.name}, {device.total_memory / 2**30:.0f} GiB")
+    if gpus > 1 and _SHARED.is_dir() and (size := shutil.disk_usage(_SHARED).total) < 2**30:
+        less = f"{_SHARED} has {size / 2**20:.0f} MiB; NCCL between ranks may need 1024: docker run --shm-size 1g"
+        yield Finding("note", "gpu", less)
     if not torch.cuda.is_available():
         unusable = "there is an NVIDIA device, but this torch cannot use it: make distclean serve"
         none = unusable if Path("/dev/nvidiactl").exists() else "none; the embedded model runs on the CPU"

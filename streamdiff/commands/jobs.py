@@ -129,11 +129,11 @@ class ConvertJob(_Job):
     """replace what exists (default: refuse)"""
     chunk_latents: Annotated[int | None, Flag("--chunk-frames"), Field(ge=1)] = None
     """latent frames per call of the network (default: the file's chunks, else 4); the result is the same"""
-    latent_space: Annotated[str | None, Flag(metavar="SPACE")] = None
+    latent_space: Annotated[Literal["normalised", "raw"] | None, Flag(metavar="SPACE")] = None
     """what a TAEHV file takes: normalised or raw (default: by its published name: taew2_1, lighttaew2_1)"""
-    device: Annotated[str, Flag(metavar="DEVICE")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag(metavar="DEVICE")] = "auto"
     """auto, cpu or cuda (default auto)"""
-    dtype: Annotated[str, Flag(metavar="TYPE")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Flag(metavar="TYPE")] = "auto"
     """float32 or bfloat16 of the network (default: float32 on a CPU, bfloat16 on CUDA)"""
 
 
@@ -219,17 +219,17 @@ class ReferenceJob(_Job):
     """latent frames a chunk can see, the sink and the chunk itself included; 0: all"""
     sink: _Count = None
     """latent frames at the stream's beginning that stay in sight (default: the model's own, or 0)"""
-    rope: Annotated[str | None, Flag(metavar="KIND")] = None
+    rope: Annotated[Literal["absolute", "relative"] | None, Flag(metavar="KIND")] = None
     """absolute (positions count from the stream's beginning, without end) or relative (the sink stands next to the
     window); default: the model's own, or relative"""
-    chunk_latents: Annotated[int | None, Flag("--chunk-frames")] = None
+    chunk_latents: Annotated[int | None, Flag("--chunk-frames"), Field(ge=1)] = None
     """latent frames of a chunk (default: those of --noise, or the model's own)"""
-    first_chunk_latents: Annotated[int | None, Flag("--first-chunk-frames")] = None
+    first_chunk_latents: Annotated[int | None, Flag("--first-chunk-frames"), Field(ge=1)] = None
     """latent frames that are made together at the beginning, a multiple of the chunk's (default: the model's own); in
     files, and for --chunks, they are several chunks"""
-    context_noise: Annotated[float | None, Flag(metavar="T")] = None
+    context_noise: Annotated[float | None, Flag(metavar="T"), Field(ge=0, le=1000)] = None
     """timestep, 0 to 1000, at which a finished chunk is remembered (default: the model's own, or 0)"""
-    prompt_mix: _Count = None
+    prompt_mix: Annotated[_Count, Field(ge=1)] = None
     """chunks over which each --prompt-switch (keep, recache, recache-causal) comes: they see 1/N, 2/N, ... 1 of its
     embeddings and the rest of those before it (default 1: at once; Krea's server has 3)"""
     adaptive_sink: Annotated[float | None, Flag(metavar="THRESHOLD")] = None

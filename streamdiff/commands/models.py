@@ -12,7 +12,7 @@ from typing import Any
 from streamdiff.commands.jobs import ModelsJob
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files
-from streamdiff.pipeline.planner.memory import Memory, stage_memory
+from streamdiff.pipeline.planner.memory import Memory, in_gb, stage_memory
 from streamdiff.pipeline.planner.model_sizes import SMALL, entry_sizes
 
 STAGES = (1, 2, 4)
@@ -110,7 +110,7 @@ def _list(entries: Sequence[CatalogueEntry]) -> list[str]:
         ("name", "base", "steps", "chunk", "window", "sink", "KV context", "GB at 1/2/4 stages", "on disk", "licence")
     ]
     for entry in entries:
-        memory = " / ".join(_gigabytes(_largest(entry, stages).total) for stages in STAGES)
+        memory = " / ".join(in_gb(_largest(entry, stages).total) for stages in STAGES)
         licence = entry.weights.licence if entry.weights else _EMBEDDED_LICENCE
         rows.append((entry.name, entry.architecture, *_cells(entry), memory, _presence(entry), licence or _UNKNOWN))
     return [
@@ -233,10 +233,10 @@ def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
     _, pictures, text = catalogue.parts_of(entry)
     for stages in STAGES:
         largest = _largest(entry, stages)
-        sizes = " + ".join(f"{_gigabytes(size)} {part}" for part, size in largest.parts.items() if size)
-        yield counted(stages, "stage"), f"{_gigabytes(largest.total)} GB at most = {sizes.replace('_', ' ')}"
-        small = f", {_gigabytes(_largest(entry, stages, vae=SMALL).total)} with {SMALL}" if pictures.config else ""
-        yield "", f"{_gigabytes(_largest(entry, stages, 'int8').total)} GB quantised{small}"
+        sizes = " + ".join(f"{in_gb(size)} {part}" for part, size in largest.parts.items() if size)
+        yield counted(stages, "stage"), f"{in_gb(largest.total)} GB at most = {sizes.replace('_', ' ')}"
+        small = f", {in_gb(_largest(entry, stages, vae=SMALL).total)} with {SMALL}" if pictures.config else ""
+        yield "", f"{in_gb(_largest(entry, stages, 'int8').total)} GB quantised{small}"
     if text.gigabytes is not None:
         yield "beside it", f"{text.gigabytes:g} GB text encoder, where it is kept on the device"
 
@@ -268,7 +268,3 @@ def _number(value: float | None) -> str:
 
 def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3g}"

@@ -23,17 +23,6 @@ from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import forecast as gpu_forecast
 from streamdiff.pipeline.planner import memory, partition, simulator
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
-from streamdiff.pipeline.planner.forecast import (
-    Case,
-    Comparison,
-    Expected,
-    Gpu,
-    GpuRing,
-    Kind,
-    offload_words,
-    recognise,
-    ring_setup,
-)
 from streamdiff.pipeline.planner.memory import Demand, Memory, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_with_window
 from streamdiff.pipeline.planner.partition import Layout, Workload
@@ -67,9 +56,9 @@ class Forecast:
     """What to expect of a ring of GPUs, by KV context and number of sessions, and how many sessions fit by KV context.
     `misfit` says why one session does not fit, and what would."""
 
-    ring: GpuRing
+    ring: gpu_forecast.GpuRing
     target_fps: float
-    expected: tuple[Expected, ...]
+    expected: tuple[gpu_forecast.Expected, ...]
     most_sessions: dict[str, int]
     quality: dict[str, str]
     misfit: str | None
@@ -134,13 +123,13 @@ def make(model: ModelConfig, job: PlanJob) -> Plan:
         if job.link_time is not None:
             costs = replace(costs, link_s=job.link_time, flow_s=job.link_time)
         source, layout = costs.source, partition.choose_layout(costs, load, job.decode_rank)
-    setup = ring_setup(sizes, load, layout, job.chunks or CHUNKS)
+    setup = gpu_forecast.ring_setup(sizes, load, layout, job.chunks or CHUNKS)
     ranks = Demand(sizes, storage, layout.blocks, layout.decode, load).memory()
     found = None if ring is None else _forecast(ring, model, layout, job.fps or sizes.spec.native_fps)
     return Plan(source, sizes, load, layout, setup, ranks, simulator.simulate(setup), found)
 
 
-def compare(model: ModelConfig, job: PlanJob) -> Comparison:
+def compare(model: ModelConfig, job: PlanJob) -> gpu_forecast.Comparison:
     """Every way to use `job.gpus` of its GPU for `model`.
 
     Raises:
@@ -192,12 +181,12 @@ def _check(job: PlanJob) -> None:
             raise _error("trace", f"and --plot are both {str(job.plot)!r}; give each a file of its own")
 
 
-def _ring(job: PlanJob, sizes: ModelSizes, load: Workload, storage: Storage) -> GpuRing | None:
+def _ring(job: PlanJob, sizes: ModelSizes, load: Workload, storage: Storage) -> gpu_forecast.GpuRing | None:
     """The named GPUs; None where none are."""
     if job.gpu is None:
         return None
     gpu = gpu_forecast.find(job.gpu)
-    return GpuRing(gpu, gpu.pick_link(job.link), sizes, storage, load, job.decode_rank)
+    return gpu_forecast.GpuRing(gpu, gpu.pick_link(job.link), sizes, storage, load, job.decode_rank)
 
 
 def _costs(job: PlanJob, sizes: ModelSizes, load: Workload, storage: Storage) -> Costs:
@@ -220,7 +209,7 @@ def _by_hand(job: PlanJob, sizes: ModelSizes, load: Workload) -> Layout:
     return partition.fastest((Layout(blocks, stage_s, links, each, job.decode_time or 0.0) for each in places), load)
 
 
-def _forecast(ring: GpuRing, model: ModelConfig, layout: Layout, target_fps: float) -> Forecast:
+def _forecast(ring: gpu_forecast.GpuRing, model: ModelConfig, layout: Layout, target_fps: float) -> Forecast:
     """What to expect of the GPUs, and why one session does not fit on one of the ranks."""
     entry = catalogue.lookup(model.name)
     demand = Demand(
@@ -251,12 +240,12 @@ def _forecast(ring: GpuRing, model: ModelConfig, layout: Layout, target_fps: flo
 # ---- what is printed -------------------------------------------------------------------------------------------
 
 
-def as_tree(found: Plan | Comparison) -> dict[str, object]:
+def as_tree(found: Plan | gpu_forecast.Comparison) -> dict[str, object]:
     """As JSON: seconds, bytes, shares of time."""
     return _plan_tree(found) if isinstance(found, Plan) else _comparison_tree(found)
 
 
-def as_text(found: Plan | Comparison) -> Iterator[str]:
+def as_text(found: Plan | gpu_forecast.Comparison) -> Iterator[str]:
     """Lines for people."""
     return _plan_text(found) if isinstance(found, Plan) else _comparison_text(found)
 
@@ -376,7 +365,7 @@ def _forecast_text(found: Forecast) -> Iterator[str]:
     for count in found.counts:
         verb = "reaches" if count == 1 else "reach"
         yield f"  {counted(count, 'session')} {verb} it in: {', '.join(found.reaching(count)) or 'none'}"
-    if (words := offload_words(ring.sizes, ring.storage, ring.load, gpu)) is not None:
+    if (words := gpu_forecast.offload_words(ring.sizes, ring.storage, ring.load, gpu)) is not None:
         yield f"  {words}"
     if found.misfit is not None:
         yield f"  {found.misfit}"
@@ -384,7 +373,7 @@ def _forecast_text(found: Forecast) -> Iterator[str]:
     yield f"  shares of them: {gpu.shares_from}"
 
 
-def _case(each: Expected) -> str:
+def _case(each: gpu_forecast.Expected) -> str:
     of_each, misfit = ", each" if each.sessions > 1 else "", "" if each.fits else ", does not fit"
     return f"{each.frames_per_s:.3g} frames/s{of_each}, first after {each.first_chunk_s:.2g} s{misfit}"
 
@@ -392,9 +381,9 @@ def _case(each: Expected) -> str:
 # ---- a comparison ----------------------------------------------------------------------------------------------
 
 
-def _comparison_tree(found: Comparison) -> dict[str, object]:
+def _comparison_tree(found: gpu_forecast.Comparison) -> dict[str, object]:
     ring = found.one_gpu.ring
-    best = {"one": found.best("alone"), "sessions": found.best("asked"), "many": found.best("crowd")}
+    best = {kind: found.best(kind) for kind in found.one_gpu.expected}
     return {
         "model": ring.sizes.spec.name,
         "kv_context": ring.load.kv_context,
@@ -410,21 +399,21 @@ def _comparison_tree(found: Comparison) -> dict[str, object]:
     }
 
 
-def _case_tree(case: Case, found: Comparison) -> dict[str, object]:
+def _case_tree(case: gpu_forecast.Case, found: gpu_forecast.Comparison) -> dict[str, object]:
     return {
         "parallel": case.parallel,
         "decode": case.decode,
         "forward_s": case.forward_s,
         "times_one_gpu": found.one_gpu.forward_s / case.forward_s,
-        "one_session": asdict(case.expected["alone"]),
-        "sessions": asdict(case.expected["asked"]),
-        "as_many_as_fit": asdict(case.expected["crowd"]),
+        "one_session": asdict(case.expected["one"]),
+        "sessions": asdict(case.expected["sessions"]),
+        "as_many_as_fit": asdict(case.expected["many"]),
         "sessions_that_fit": case.sessions_that_fit,
         "rank_bytes": case.rank_bytes,
     }
 
 
-def _comparison_text(found: Comparison) -> Iterator[str]:
+def _comparison_text(found: gpu_forecast.Comparison) -> Iterator[str]:
     ring, context = found.one_gpu.ring, found.one_gpu.ring.load.kv_context
     counts = sorted({1, ring.load.sessions})
     yield f"{ring.sizes.spec.name} on {found.machine}: P stages x C ranks that share each, KV context {context},"
@@ -438,25 +427,25 @@ def _comparison_text(found: Comparison) -> Iterator[str]:
     yield from aligned(rows)
     yield ""
     for count in counts:
-        yield f"best for {counted(count, 'session')}: {best_words(found, 'alone' if count == 1 else 'asked')}"
-    if found.best("crowd") is not None:
-        yield f"best for as many as fit: {best_words(found, 'crowd')}"
+        yield f"best for {counted(count, 'session')}: {best_words(found, 'one' if count == 1 else 'sessions')}"
+    if found.best("many") is not None:
+        yield f"best for as many as fit: {best_words(found, 'many')}"
     yield f"rates: {ring.gpu.source}"
 
 
-def _case_row(case: Case, found: Comparison, counts: list[int]) -> tuple[str, ...]:
+def _case_row(case: gpu_forecast.Case, found: gpu_forecast.Comparison, counts: list[int]) -> tuple[str, ...]:
     low, high = (f"{size(case.rank_bytes) / 1e9:.3g}" for size in (min, max))
     forward = f"{1e3 * case.forward_s:.3g} ms, {found.one_gpu.forward_s / case.forward_s:.2f}x"
     columns = (
         f"{each.frames_per_s:.3g}, {each.latency_s:.2g} s, {each.first_chunk_s:.2g} s"
         + ("" if each.fits else ", does not fit")
-        for each in (case.expected["alone" if count == 1 else "asked"] for count in counts)
+        for each in (case.expected["one" if count == 1 else "sessions"] for count in counts)
     )
     memory = f"{high} GB" if low == high else f"{low} to {high} GB"
     return case.parallel, case.decode, forward, *columns, memory, str(case.sessions_that_fit)
 
 
-def best_words(found: Comparison, kind: Kind) -> str:
+def best_words(found: gpu_forecast.Comparison, kind: gpu_forecast.Kind) -> str:
     """The best case of this kind of sessions, for one line."""
     case = found.best(kind)
     if case is None:
@@ -473,7 +462,6 @@ def best_words(found: Comparison, kind: Kind) -> str:
 
 # ---- serve --gpus ----------------------------------------------------------------------------------------------
 
-_KINDS: dict[str, Kind] = {"one": "alone", "many": "crowd"}
 _NAMES = """
 import json, torch
 print(json.dumps([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]))
@@ -524,7 +512,7 @@ def with_best(config: Config, wanted: ServeJob, here: Callable[[], Sequence[str]
         decode_rank=model.decode_rank if has_place else "auto",
         dtype=None if model.dtype == "auto" else model.dtype,
     )
-    found, kind = compare(model, job), _KINDS[wanted.goal or "one"]
+    found, kind = compare(model, job), wanted.goal or "one"
     if (best := found.best(kind)) is None:
         raise ConfigError(
             f"{model.name} does not fit on {found.machine}, however they are used; streamdiff plan --gpu {gpu.name} "
@@ -539,13 +527,13 @@ def with_best(config: Config, wanted: ServeJob, here: Callable[[], Sequence[str]
     return config.model_copy(update={"model": ModelConfig.model_validate(chosen)})
 
 
-def _kind(count: int, titles: Sequence[str]) -> Gpu:
+def _kind(count: int, titles: Sequence[str]) -> gpu_forecast.Gpu:
     """The GPU that the first `count` devices are. Raises ConfigError: they are not there, not alike, or not known."""
     kinds = sorted(set(titles[:count]))
     if len(titles) < count:
         why = f"torch sees {len(titles)} CUDA devices here ({', '.join(titles) or 'none'}). Give fewer, or --stages or "
         why += f"--parallel; streamdiff plan --gpus {count} --gpu h100 says what GPUs that are not here would do"
-    elif len(kinds) == 1 and (gpu := recognise(kinds[0])) is not None:
+    elif len(kinds) == 1 and (gpu := gpu_forecast.recognise(kinds[0])) is not None:
         return gpu
     else:
         known = ", ".join(gpu_forecast.gpus())

@@ -1,5 +1,5 @@
-"""A reference run: a reproducible stream from given conditioning, noise, schedule and prompt changes, to compare its
-latents with another implementation. What `streamdiff generate` does with the options of `ReferenceJob`.
+"""A reference run (`streamdiff generate` with the options of `ReferenceJob`): a reproducible stream from given
+conditioning, noise, schedule and prompt changes, to compare its latents with another implementation.
 
 The model is planned, loaded and split over ranks as that of a live stream, but what the job says goes before its own
 facts. The latents are a function of weights and `ReferenceRun` alone, on any number of stages.
@@ -52,8 +52,7 @@ from streamdiff.video import files
 
 MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""
-_NAME = 0
-_WAIT_S = 1.0  # for ranks that are other processes, between two looks whether all is well
+_NAME, _WAIT_S = 0, 1.0  # seconds for ranks that are other processes, between two looks whether all is well
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ class ReferenceRun:
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
-            cannot be mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a
-            strength that the schedule cannot continue from; no chunk to make but those that are given.
+            cannot be mixed, for its policy or since its embeddings have another number of rows; a strength that the
+            schedule cannot continue from; no chunk to make but those that are given.
     """
 
     embeddings: Tensor
@@ -116,7 +115,6 @@ class ReferenceRun:
 
     def __post_init__(self) -> None:
         self._check_video()
-        _refuse_if(self.mix < 1, f"prompt mix is {self.mix}; it is a number of chunks, so at least 1", "prompt_mix")
         given, before = self.given_chunks, 0
         nothing = f"chunks is {self.chunks}, and the first {given} are given, so there is none to make"
         _refuse_if(given >= self.chunks, nothing, "chunks")
@@ -307,12 +305,13 @@ def run(job: ReferenceJob) -> int:
             space = plan.config.latent_space
             decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
-        writer = None
+        write = None
         if job.latents_out is not None:
             facts = {"model": job.model.name, "kv_context": job.model.kv_context}
             about = {**NORMALISED, **facts, "timesteps": str(reference.schedule.timesteps)}
-            writer = stack.enter_context(tensor_file.writing(job.latents_out, "latents", spec.chunk_shape, about))
-        chunks = _written(run_reference(ring, reference, check), writer, bar)
+            shape = reference.chunks, *spec.chunk_shape
+            write = stack.enter_context(tensor_file.writing(job.latents_out, "latents", shape, about))
+        chunks = _written(run_reference(ring, reference, check), write, bar)
         if decoder is not None and job.output is not None:
             files.write_video(job.output, _frames(chunks, decoder), job.fps or spec.native_fps)
         else:
@@ -352,12 +351,12 @@ def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[Ring, Callable[[], None
 
 
 def _written(
-    chunks: Iterator[tuple[Tensor, bool]], writer: tensor_file.TensorWriter | None, bar: tqdm[NoReturn]
+    chunks: Iterator[tuple[Tensor, bool]], write: Callable[[Tensor], None] | None, bar: tqdm[NoReturn]
 ) -> Iterator[tuple[Tensor, bool]]:
-    """`chunks` (see `run_reference`) as they come, written and counted. Mutates: writer, bar."""
+    """`chunks` (see `run_reference`) as they come, each given to `write`, and counted. Mutates: bar."""
     for latents, begins in chunks:
-        if writer is not None:
-            writer.add(latents)
+        if write is not None:
+            write(latents)
         yield latents, begins
         bar.update()
 
@@ -547,9 +546,8 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
 
 def _first_chunks(first: int, chunk: int, chunks: int) -> int:
     """Chunks that a stream's first one is made of, `first` latent frames."""
-    _refuse_if(chunk < 1, f"--chunk-frames is {chunk}; at least 1 is needed")
     _refuse_if(
-        first < 1 or first % chunk,
+        first % chunk,
         f"--first-chunk-frames is {first}; a first chunk is made of chunks, so it must be a multiple of the others' "
         f"{chunk} latent frames",
     )

@@ -13,26 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames, control_values
-from streamdiff.engine import messages
+from streamdiff.engine import messages, validation
 from streamdiff.engine.change_log import LogHeader
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.timeline import TimedChange
-from streamdiff.engine.validation import (
-    SESSION_ERRORS,
-    bad_value,
-    check_begin,
-    check_blend,
-    check_open,
-    check_prompt,
-    closed_before,
-    digest_of,
-    is_answered,
-    reason_of,
-    refused,
-)
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.models.spec import ParsedPrompt
 from streamdiff.snapshot_header import read_saved_session, saved_stream
@@ -87,7 +74,7 @@ class Engine:
                 return []
             return self._control(command)
         except RequestError as error:
-            return [refused(command, error)]
+            return [validation.refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
         """Carry out queued requests that are ready, and one micro-step of every rank; returns all events. Where there
@@ -128,7 +115,7 @@ class Engine:
             if self._is_due(session):
                 try:
                     events += session.apply_changes()
-                except SESSION_ERRORS as error:
+                except validation.SESSION_ERRORS as error:
                     self._note_failure(session.slot, error)
         return events
 
@@ -191,7 +178,7 @@ class Engine:
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def _open(self, command: Open) -> list[Event]:
-        check_open(command, self._pipeline.info)
+        validation.check_open(command, self._pipeline.info)
         self._check_unused(command.session)
         if command.snapshot is not None:
             reading = self._read_beside_snapshot(command, command.snapshot)
@@ -217,7 +204,7 @@ class Engine:
             kv_context=kv_context, epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(steps, kv_context), start=made.start,
-            image=digest_of(command.image), steps=steps,
+            image=validation.digest_of(command.image), steps=steps,
         )  # fmt: skip
         if command.prompt_embeds is not None or made.image_features is not None:
             session.embeddings = made.conditioning
@@ -231,8 +218,8 @@ class Engine:
         )  # fmt: skip
         try:
             self._resting.retry_after_swap_out(start)
-        except SESSION_ERRORS as error:
-            raise bad_value(error, "session") from error
+        except validation.SESSION_ERRORS as error:
+            raise validation.bad_value(error, "session") from error
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
         session.origin = session.origin if made.controls is None else "it began with a camera's poses"
@@ -256,12 +243,12 @@ class Engine:
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(session.slot, command.switch)
-            check_blend(command)
+            validation.check_blend(command)
             previous = self._prompt_queue.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
             pending = PendingRequest(command, reading.text, reading.notice)
         elif isinstance(command, Reset):
-            check_begin(command, self._pipeline.info)
+            validation.check_begin(command, self._pipeline.info)
             pending = PendingRequest(command, self._text_to_encode(session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
         waits = opening or isinstance(command, SetPrompt | Reset)
@@ -273,7 +260,7 @@ class Engine:
             return self._do(pending)
         except (RequestError, EngineFailure):
             raise
-        except SESSION_ERRORS as error:
+        except validation.SESSION_ERRORS as error:
             self._note_failure(self._sessions[pending.request.session].slot, error)
             return self._end_failed()
 
@@ -319,7 +306,7 @@ class Engine:
                 session.set_paused(request.paused)
             case Reset():
                 if request.image is not None or request.no_image:
-                    session.start, session.image = pending.made.start, digest_of(request.image)
+                    session.start, session.image = pending.made.start, validation.digest_of(request.image)
                     if pending.made.image_features is not None:
                         session.embeddings = pending.made.image_features
                 return session.reset(request.seed, request.request)
@@ -338,7 +325,7 @@ class Engine:
                 usual = usual or next(each for each in possible_switches(self._pipeline, slot) if each != "reset")
                 asked = SetPrompt("", change.prompt, "", change.switch or usual, over=change.over, along=change.along)
                 self._pipeline.check_switch(slot, asked.switch)
-                check_blend(asked)
+                validation.check_blend(asked)
                 previous = self._read(change.prompt, previous).text  # which some models refuse
                 previous = self._read(change.prompt, None).text if command.as_read else previous
                 if command.as_read and previous != change.prompt:
@@ -364,7 +351,7 @@ class Engine:
         if isinstance(why, EngineFailure):
             raise why
         if (session := self._in_slot.get(slot)) is not None and not session.failure:
-            session.failure = reason_of(why) if isinstance(why, Exception) else why
+            session.failure = validation.reason_of(why) if isinstance(why, Exception) else why
 
     # ---- sessions ----------------------------------------------------------------------------------------------
 
@@ -389,11 +376,11 @@ class Engine:
         try:
             return self._pipeline.min_ahead_frames(steps=steps, kv_context=kv_context)
         except ValueError as error:
-            raise bad_value(error, "kv_context") from error
+            raise validation.bad_value(error, "kv_context") from error
 
     def _read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """Read a prompt; `previous`: the session's text before it, if any."""
-        check_prompt(prompt)
+        validation.check_prompt(prompt)
         return self._pipeline.text.read(prompt, previous)
 
     def _number(self, made: Frames) -> list[Event]:
@@ -421,7 +408,7 @@ class Engine:
             dropped = [*self._resting.forget(session), *dropped]
             self._next_epoch[session.slot] = session.epoch + 1
             self._pipeline.close_session(session.slot)
-        return [*(closed_before(command) for command in dropped if is_answered(command)), *events]
+        return [*(validation.closed_before(command) for command in dropped if validation.is_answered(command)), *events]
 
     # ---- saved sessions ------------------------------------------------------------------------------------------
 
@@ -470,7 +457,7 @@ class Engine:
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(saved.steps, saved.kv_context),
             start=start if pending.made.start is None else pending.made.start, embeddings=embeddings,
-            image=digest_of(command.image), steps=saved.steps,
+            image=validation.digest_of(command.image), steps=saved.steps,
             origin="" if snapshot.tensors.get("video") is None else "it began with latents of a video",
         )  # fmt: skip
         frames = self._resting.retry_after_swap_out(lambda: self._pipeline.resting.load(slot, snapshot))
@@ -501,7 +488,7 @@ class Engine:
     def _answer(self, pending: PendingRequest) -> list[Event]:
         """Carry out a request whose parts are encoded, or refuse it with the error of encoding."""
         error, conditioning = pending.error, pending.made.conditioning
-        if error is not None and not isinstance(error, SESSION_ERRORS):
+        if error is not None and not isinstance(error, validation.SESSION_ERRORS):
             raise error
         session = self._sessions.get(pending.request.session)
         if session is not None and conditioning is not None and pending.text:
@@ -510,7 +497,7 @@ class Engine:
             if isinstance(error, RequestError):
                 raise error
             if error is not None:
-                raise RequestError("prompt", f"the prompt could not be encoded: {reason_of(error)}")
+                raise RequestError("prompt", f"the prompt could not be encoded: {validation.reason_of(error)}")
             return self._carry_out(pending)
         except RequestError as refusal:
-            return [refused(pending.request, refusal)] if is_answered(pending.request) else []
+            return [validation.refused(pending.request, refusal)] if validation.is_answered(pending.request) else []

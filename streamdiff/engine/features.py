@@ -15,21 +15,8 @@ from numpy.typing import NDArray
 from streamdiff.core import ModelInfo
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Open
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.headers import (
-    CAMERA_SHAPES,
-    LENGTH_BYTES,
-    RAW,
-    FileSpec,
-    TensorHeader,
-    check_contract,
-    image_latents_contract,
-    latents_contract,
-    parse_data,
-    parse_file,
-    prompt_embeds_contract,
-    read_camera_array,
-    read_motion,
-)
+from streamdiff.models import headers
+from streamdiff.models.headers import CAMERA_SHAPES, LENGTH_BYTES, FileSpec, TensorHeader
 
 Floats = NDArray[np.float32]
 NAMES = ("prompt_embeds", "image_latents", "video_latents", *CAMERA_SHAPES)
@@ -102,16 +89,13 @@ def contract(name: str, info: ModelInfo) -> FileSpec:
     """What a file of these features holds for the model. Raises RequestError where that takes none."""
     if not info.text_shape or not info.chunk_shape:
         raise RequestError(name, f"model {info.model} takes no features that were made elsewhere")
-    tokens, width = info.text_shape
-    channels, frames, high, wide = info.chunk_shape
-    shape = channels, frames, high, wide
+    shape, count = info.chunk_shape, info.first_chunks
     if name == "prompt_embeds":
-        return prompt_embeds_contract((tokens, width))
+        return headers.prompt_embeds_contract(info.text_shape)
     if name == "image_latents":
-        return image_latents_contract(shape, chunks=info.first_chunks)
-    count = info.first_chunks
-    return latents_contract(
-        shape, chunks=count, frames=count * frames, what="a video's latents", max_bytes=MAX_VIDEO_BYTES
+        return headers.image_latents_contract(shape, chunks=count)
+    return headers.latents_contract(
+        shape, chunks=count, frames=count * shape[1], what="a video's latents", max_bytes=MAX_VIDEO_BYTES
     )
 
 
@@ -137,7 +121,7 @@ def check_file(name: str, file: BinaryIO, file_bytes: int, info: ModelInfo) -> N
         wanted = contract(name, info)
         _check_header_size(name, int.from_bytes(file.read(LENGTH_BYTES), "little"), file_bytes)
         file.seek(begin)
-        _check(name, parse_file(file, file_bytes, Path(name), wanted.max_bytes), wanted)
+        _check(name, headers.parse_file(file, file_bytes, Path(name), wanted.max_bytes), wanted)
     except ConfigError as error:
         raise RequestError(name, str(error)) from None
     finally:
@@ -158,7 +142,7 @@ def decode(features: Features, info: ModelInfo) -> dict[str, NDArray[Any]]:
             continue
         given, header = _decoded(name, getattr(features, name), info)
         numbers[name] = given.reshape(-1, given.shape[-1]) if name == "prompt_embeds" else _in_chunks(given, info)
-        if name == "video_latents" and (motion := read_motion(header)) is not None:
+        if name == "video_latents" and (motion := headers.read_motion(header)) is not None:
             count, _, frames = numbers[name].shape[:3]
             numbers["motion"] = np.array(motion[: count * frames]).reshape(count, -1).max(1)
     return numbers
@@ -170,7 +154,7 @@ def _camera_array(name: str, data: Data, info: ModelInfo) -> NDArray[np.floating
     if len(data) > MAX_CAMERA_BYTES:
         raise RequestError(name, f"{name}: expected at most {MAX_CAMERA_BYTES:,} bytes")
     try:
-        return read_camera_array(name, data, name)
+        return headers.read_camera_array(name, data, name)
     except ConfigError as error:
         raise RequestError(name, str(error)) from None
 
@@ -181,16 +165,16 @@ def _check_header_size(name: str, length: int, file_bytes: int) -> None:
 
 
 def _check(name: str, header: TensorHeader, wanted: FileSpec) -> None:
-    check_contract(wanted, header)
+    headers.check_contract(wanted, header)
     if name == "prompt_embeds":
         return
-    if header.metadata.items() >= RAW.items():
+    if header.metadata.items() >= headers.RAW.items():
         raise ConfigError(
             f"{name}: latents: expected values that are normalised as the model has them, but the file's header says "
             "that they are not; encode without --raw"
         )
     if name == "video_latents":
-        read_motion(header)
+        headers.read_motion(header)
 
 
 def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, TensorHeader]:
@@ -199,7 +183,7 @@ def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, TensorHead
         wanted = contract(name, info)
         length = int.from_bytes(data[:LENGTH_BYTES], "little")
         _check_header_size(name, length, len(data))
-        header = parse_data(data, name)
+        header = headers.parse_data(data, name)
         _check(name, header, wanted)
     except ConfigError as error:
         raise RequestError(name, str(error)) from None

@@ -185,8 +185,13 @@ class PromptQueue:
     def _encode(self, pending: PendingRequest) -> Encoded:
         """Embeddings of a request's text, its encoded picture, and what stands for them."""
         request, made = pending.request, NOTHING
-        if isinstance(request, Open) and features_of(request).names:
-            made = self._read_features(request)
+        if isinstance(request, Open) and (given := features_of(request)).names:
+            numbers = decode(given, self._pipeline.info)  # or a RequestError that names features which do not fit
+            embeddings, latents, video, motion = map(
+                numbers.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
+            )
+            made = Encoded(*self._pipeline.features_of(embeddings, latents, video, given.strength, motion))
+            made = made._replace(controls=self._pipeline.cameras_of(numbers)) if given.poses is not None else made
         if isinstance(request, Open | Reset) and request.image is not None:
             start, features = self._encode_picture(request.image[0])
             made = made._replace(start=start, image_features=features)
@@ -210,14 +215,3 @@ class PromptQueue:
             raise
         except SESSION_ERRORS as error:
             raise RequestError("image", f"the picture could not be encoded: {reason_of(error)}") from error
-
-    def _read_features(self, command: Open) -> Encoded:
-        """What a session is to be opened with instead of a text, a picture or a video. Raises RequestError for features
-        that the pipeline does not take; names them."""
-        features = features_of(command)
-        given = decode(features, self._pipeline.info)
-        embeddings, latents, video, motion = map(
-            given.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
-        )
-        made = Encoded(*self._pipeline.features_of(embeddings, latents, video, features.strength, motion))
-        return made._replace(controls=self._pipeline.cameras_of(given)) if "poses" in given else made

@@ -16,12 +16,9 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine.change_log import ChangeLog
-from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened
+from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened, Pictures
 from streamdiff.engine.timeline import TimedChange, Timeline
 from streamdiff.errors import RequestError
 from streamdiff.snapshot_header import SavedStream
@@ -121,9 +118,14 @@ class Session:
 
     @property
     def frame_credit(self) -> int:
-        """Frames that may still be made beyond those shown."""
-        max_ahead_frames = max(0 if self._controlled else self.max_ahead_frames, self.min_ahead_frames)
-        return max_ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
+        """Frames that may still be made beyond those shown. In a steered stream the next chunk is admitted late:
+        they are no more than the pipeline needs, less what `max_ahead_frames` is below two chunks."""
+        ahead_frames = max(self.max_ahead_frames, self.min_ahead_frames)
+        if self._controlled:
+            chunk_frames = self._pipeline.info.chunk_frames if self.chunk >= 0 else 0
+            late_frames = min(max(0, 2 * chunk_frames - self.max_ahead_frames), chunk_frames)
+            ahead_frames = self.min_ahead_frames - late_frames
+        return ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
 
     @property
     def _skips(self) -> bool:
@@ -408,7 +410,7 @@ class Session:
             self._set_frame_credit()
 
     def made(
-        self, *, epoch: int, chunk: int, pictures: NDArray[np.uint8], chunk_s: float | None, control: int = 0
+        self, *, epoch: int, chunk: int, pictures: Pictures, chunk_s: float | None, control: int = 0
     ) -> list[Event]:
         """Number decoded frames, of a chunk whose latest change of controls has number `control`. Those of before the
         last reset are dropped."""

@@ -78,12 +78,9 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
     """
     for index, each in enumerate(changes):
         others = each.prompt is not None or each.steps is not None or each.controls or each.taps
+        one_time = (each.at is None) != (each.seconds is None)
         for name, wrong, why in (
-            (
-                "at",
-                (each.at is None) == (each.seconds is None),
-                "(a chunk) or `seconds` says when: give one of the two",
-            ),
+            ("at", not one_time, "(a chunk) or `seconds` says when: give one of the two"),
             ("loop", each.loop and (others or index < len(changes) - 1), "is alone, in the last change of all"),
             ("loop", each.loop and not (each.at or each.seconds), "is at a later chunk than the first"),
             ("loop", each.loop and index == 0, "has nothing before it that could begin again"),

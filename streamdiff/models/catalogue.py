@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from streamdiff.config import ModelConfig
 from streamdiff.core import KV_CONTEXTS, Control, KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
@@ -328,10 +327,8 @@ def is_random(name: str | None) -> bool:
 
 def _random_entry(name: str) -> CatalogueEntry:
     found = parts().architectures
-    known, wanted = (
-        [each for each in found if each != "tiny" and found[each].image_dim is None],
-        name.removeprefix(RANDOM),
-    )
+    known = [each for each in found if each != "tiny" and found[each].image_dim is None]
+    wanted = name.removeprefix(RANDOM)
     if wanted not in known:
         raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
     changes: dict[str, Any] = {
@@ -431,14 +428,6 @@ def make_spec(
         controls=entry.controls if actions is not None else spec.controls,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
-
-
-def with_own_context(model: ModelConfig) -> ModelConfig:
-    """`model` with the KV context that its weights were made for, where none was asked for."""
-    entry = entries().get(model.name)
-    if "kv_context" in model.model_fields_set or entry is None or entry.context is None:
-        return model
-    return model.model_copy(update={"kv_context": entry.context.default})
 
 
 def small_autoencoder(name: str) -> str | None:

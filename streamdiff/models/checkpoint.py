@@ -23,17 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.weight_files import (
-    INDEX,
-    PICKLES,
-    SAFETENSORS,
-    USUAL_STEMS,
-    check_file,
-    fault_list,
-    read_object,
-    some,
-    weights_file,
-)
+from streamdiff.models import weight_files
+from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, fault_list, some
 
 logger = logging.getLogger(__name__)
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
@@ -94,8 +85,8 @@ def open_checkpoint(
             refuses, no such container, or several and none of them known.
     """
     in_folder = path.is_dir()
-    path = weights_file(path, names) if in_folder else path
-    check_file(path)
+    path = weight_files.weights_file(path, names) if in_folder else path
+    weight_files.check_file(path)
     way, metadata = list[str](), dict[str, str]()
     entries: Mapping[str, Tensor]
     wanted = container or usual
@@ -110,7 +101,7 @@ def open_checkpoint(
         raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
     prefix, counting = _narrow(path, tuple(entries), wanted, order, by_hand=container is not None)
     config = path.parent / "config.json"
-    own = read_object(config) if in_folder and config.is_file() else None
+    own = weight_files.read_object(config) if in_folder and config.is_file() else None
     way += prefix
     return _scaled(Checkpoint(path, entries, entries.__getitem__, tuple(counting), ".".join(way), own, metadata))
 
@@ -157,7 +148,7 @@ class _Shards(Mapping[str, Tensor]):
     """
 
     def __init__(self, index: Path) -> None:
-        places = read_object(index).get("weight_map")
+        places = weight_files.read_object(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
             raise ConfigError(f"{index}: weight_map must lead from tensors' names to files' names")
         for place in sorted(set(places.values())):

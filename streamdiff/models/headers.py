@@ -8,6 +8,7 @@ expected and what is there. Imports no torch: the planner and the web process us
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -71,6 +72,13 @@ def parse_header(path: Path, max_bytes: int | None = None) -> TensorHeader:
             return parse_file(file, path.stat().st_size, path, max_bytes)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def packed_header(tree: Mapping[str, Any]) -> bytes:
+    """A safetensors file's beginning: the length of the header, and the header, to a multiple of 8 bytes."""
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def stored_values(folder: Path) -> int:
@@ -236,24 +244,12 @@ class FileSpec:
         return " or ".join(f"[{', '.join(map(str, shape))}]" for shape in self.tensors[name])
 
 
-def prompt_embeds_contract(text_shape: tuple[int, int]) -> FileSpec:
+def prompt_embeds_contract(text_shape: tuple[int, ...]) -> FileSpec:
     """`prompt_embeds` `[L, D]` or `[1, L, D]`, with (most L, D) in `text_shape`: a prompt's embeddings, unpadded or
     padded with zeros."""
     rows = FreeDim("L", 1, text_shape[0]), text_shape[1]
     most = prod(text_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES
     return FileSpec("prompt embeddings", {"prompt_embeds": (rows, (1, *rows))}, max_bytes=most)
-
-
-def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1) -> FileSpec:
-    """`initial` `[chunks, C, f, h, w]`, what the first step of each chunk receives, and its companion `renoise`
-    `[chunks, steps-1, C, f, h, w]`, the noise of each later step; without later steps `renoise` may be left out.
-    `chunk_shape` is `[C, f, h, w]`; the file must hold at least `chunks` chunks."""
-    count = FreeDim("chunks", chunks)
-    shapes: dict[str, tuple[Shape, ...]] = {
-        "initial": ((count, *chunk_shape),),
-        "renoise": ((count, steps - 1, *chunk_shape),),
-    }
-    return FileSpec("noise", shapes, () if steps > 1 else ("renoise",))
 
 
 def latents_contract(
@@ -265,43 +261,13 @@ def latents_contract(
     return FileSpec(what, {"latents": (clip, (FreeDim("chunks", chunks), *chunk_shape))}, max_bytes=max_bytes)
 
 
-def image_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: int) -> FileSpec:
+def image_latents_contract(chunk_shape: tuple[int, ...], *, chunks: int) -> FileSpec:
     """`latents` of the `chunks` chunks that a stream begins with, exactly: `[chunks, C, f, h, w]`, or as a clip
     `[C, chunks * f, h, w]`; `chunk_shape` is `[C, f, h, w]`."""
     channels, frames, *size = chunk_shape
     most = chunks * prod(chunk_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES
     shapes = (chunks, *chunk_shape), (channels, chunks * frames, *size)
     return FileSpec("a picture's latents", {"latents": shapes}, max_bytes=most)
-
-
-def condition_contract(chunk_shape: Shape, masks: int) -> FileSpec:
-    """`latents` `[C, F, h, w]` of the picture that a stream begins with, and of what comes after it; `mask`
-    `[masks, F, h, w]`, 1 where they are to be kept, may be left out; `chunk_shape` is `[C, f, h, w]`."""
-    frames = FreeDim("F"), *chunk_shape[2:]
-    tensors: dict[str, tuple[Shape, ...]] = {"latents": ((chunk_shape[0], *frames),), "mask": ((masks, *frames),)}
-    return FileSpec("a picture's condition", tensors, ("mask",))
-
-
-def features_contract(width: int) -> FileSpec:
-    """`clip_features` `[T, width]`, or `[1, T, width]`, of a picture."""
-    rows = FreeDim("T"), width
-    return FileSpec("a picture's features", {"clip_features": (rows, (1, *rows))})
-
-
-def actions_contract(frames: int, keyboard: int, mouse: int) -> FileSpec:
-    """`keyboard` `[n, keyboard]` and, of a model that has one, `mouse` `[n, mouse]`, for each of at least so many
-    `frames` of the video."""
-    count = FreeDim("frames", frames)
-    tensors: dict[str, tuple[Shape, ...]] = {"keyboard": ((count, keyboard),)}
-    return FileSpec("actions", {**tensors, "mouse": ((count, mouse),)} if mouse else tensors)
-
-
-def track_contract(posed: bool) -> FileSpec:
-    """`poses` `[frames, 4, 4]` of a camera for each frame of the video, or of keys `keyboard` `[frames, 8]`, and
-    `intrinsics` `[1 or frames, 4]`, which may be left out with keys."""
-    count = FreeDim("frames")
-    tensors: dict[str, tuple[Shape, ...]] = {"poses": ((count, 4, 4),)} if posed else {"keyboard": ((count, 8),)}
-    return FileSpec("a camera's track", {**tensors, "intrinsics": ((count, 4),)}, () if posed else ("intrinsics",))
 
 
 CAMERA_SHAPES: dict[str, tuple[int, ...]] = {"poses": (4, 4), "intrinsics": (4,)}
@@ -345,9 +311,8 @@ def check_camera(name: str, array: NDArray[np.floating], place: str) -> None:
         turns = np.asarray(array[:, :3, :3], np.float64)
         off = np.abs(turns @ turns.swapaxes(1, 2) - np.eye(3)).max((1, 2)) + (np.linalg.det(turns) < 0)
         if off.max() > _NO_ROTATION:
-            raise ConfigError(
-                f"{place}: poses: expected rotations, got {[[*row] for row in turns[off.argmax()].astype(object)]}"
-            )
+            found = [list(row) for row in turns[off.argmax()].astype(object)]
+            raise ConfigError(f"{place}: poses: expected rotations, got {found}")
 
 
 VIDEO_FILE = FileSpec("frames", {"video": ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)}, max_bytes=MAX_VIDEO_BYTES)

@@ -40,15 +40,9 @@ from streamdiff.models.text_encoder import EmbeddingFolder, WanText, check_text_
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer import weights as wan_weights
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.models.transformer.weights import (
-    WanCheckpoint,
-    drawn_transformer,
-    load_transformer,
-    open_transformer,
-    plan_transformer,
-    takes_picture_only,
-)
+from streamdiff.models.transformer.weights import WanCheckpoint
 
 PARTS = ("weights", "vae", "text_encoder")
 _FINGERPRINT_BYTES = 2**20  # of each file
@@ -97,12 +91,14 @@ class ModelLoader:
         """
         model = self.model
         if model.weights is not None:
-            found = open_transformer(model.weights, model.container, model.architecture, model.usual_container)
-            if model.entry is not None and model.architecture is None:
-                _check_sizes(found, model.entry)
+            found = wan_weights.open_transformer(
+                model.weights, model.container, model.architecture, model.usual_container
+            )
+            if model.entry is not None:
+                _check_kind(found, model.entry, sizes=model.architecture is None)
             return found
         sizes = catalogue.transformer_arguments(catalogue.find(model.name))
-        return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
+        return wan_weights.open_transformer(wan_weights.drawn_transformer(model.name, sizes, self.device, self.dtype))
 
     @cached_property
     def folder_facts(self) -> FolderFacts | None:
@@ -122,8 +118,7 @@ class ModelLoader:
         facts = self.folder_facts
         if facts is None:
             _, _, architecture, actions = self.checkpoint
-            self._check_camera(architecture)
-            _check_actions(self.model, actions)
+            _check_camera(self.model.weights, architecture)
             spec = catalogue.make_spec(self.model.name, self.model.entry, architecture, actions)
             said = self.model.architecture or self.checkpoint.checkpoint.config or {}
             if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
@@ -134,26 +129,6 @@ class ModelLoader:
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
-
-    def _check_camera(self, architecture: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a world's weights that go by the name of another kind of model, and the other way; and
-        for a camera of another kind."""
-        entry, file, patch = self.model.entry, self.model.weights, architecture["patch_size"]
-        if (channels := architecture.get("camera_channels")) not in (None, wanted := CHANNELS * prod(patch)):
-            raise ConfigError(
-                f"{file} takes {channels} camera channels, and poses are {wanted}; LingBot-World's models for actions "
-                "are not supported",
-                field="model",
-            )
-        own = {} if entry is None else catalogue.transformer_arguments(entry)
-        has, takes = (each.get("camera_channels") is not None for each in (architecture, own))
-        if entry is not None and has != takes:
-            what = ("no camera", "a camera (LingBot-World)")
-            raise ConfigError(
-                f"{file} has {what[has]}, and {entry.name} has {what[takes]}; name the model that the file is of, with "
-                "--model",
-                field="model",
-            )
 
     def live_spec(self) -> ModelSpec:
         """The facts with which the model streams: what the configuration says goes before its own.
@@ -196,13 +171,13 @@ class ModelLoader:
         """
         model = self.model
         if "weights" in parts and model.weights is not None:
-            plan_transformer(self.checkpoint, loras=model.loras)
+            wan_weights.plan_transformer(self.checkpoint, loras=model.loras)
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)
         if "text_encoder" in parts and isinstance(model.text_encoder, Path):
             if model.reads_pictures:
                 check_tower(model.text_encoder, self.spec.text_shape)
-            elif not takes_picture_only(self.checkpoint.architecture):
+            elif not wan_weights.takes_picture_only(self.checkpoint.architecture):
                 check_text_files(model.text_encoder, self.spec.text_shape[1])
 
     def digest(self) -> str:
@@ -248,7 +223,7 @@ class ModelLoader:
         attention, quantize = kernels or Kernels(self.config.attention, self.config.quantize)
         attention_backend.probe(attention, device, dtype, heads, head_dim)
         attention_backend.activate(attention)
-        weights = load_transformer(
+        weights = wan_weights.load_transformer(
             self.checkpoint,
             device=weights_on or device,
             dtype=dtype,
@@ -277,9 +252,20 @@ class ModelLoader:
         return ImageEncoder(lambda: load(self.model.found_vae, "encoder", self.device, self.decoder_dtype, space), spec)
 
 
-def _check_sizes(file: WanCheckpoint, entry: CatalogueEntry) -> None:
-    """Compare a transformer with what the catalogue says of the model. One that is narrower than any published one is a
-    trial's: it may have fewer blocks, too.
+def _check_camera(file: Path | None, architecture: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a camera of another kind."""
+    wanted = CHANNELS * prod(architecture["patch_size"])
+    if (channels := architecture.get("camera_channels")) not in (None, wanted):
+        raise ConfigError(
+            f"{file} takes {channels} camera channels, and poses are {wanted}; LingBot-World's models for actions "
+            "are not supported",
+            field="model",
+        )
+
+
+def _check_kind(file: WanCheckpoint, entry: CatalogueEntry, sizes: bool) -> None:
+    """Compare a transformer with what the catalogue says of the model: what steers it, and its `sizes`. One that is
+    narrower than any published one is a trial's: it may have fewer blocks, too.
 
     Raises:
         ConfigError: it is another model's.
@@ -288,10 +274,13 @@ def _check_sizes(file: WanCheckpoint, entry: CatalogueEntry) -> None:
     widths = [each.width for name, each in catalogue.parts().architectures.items() if name != EMBEDDED]
     trial = _width(given) < min(widths) and given["num_layers"] <= wanted["num_layers"]
     names = ("in_channels", "out_channels", "patch_size") + (() if trial else ("num_layers", "ffn_dim", "text_dim"))
-    if any(given[name] != wanted[name] for name in names) or not (trial or _width(given) == _width(wanted)):
+    other = any(given[name] != wanted[name] for name in names) or not (trial or _width(given) == _width(wanted))
+    steered = _steered_by(given, file.actions), _steered_by(wanted, catalogue.parts_of(entry)[0].actions)
+    if steered[0] != steered[1] or (sizes and other):
         raise ConfigError(
-            f"{file.checkpoint} is {_sizes(given)}; {entry.name} is {_sizes(wanted)} ({entry.architecture}). Give a "
-            "file of its kind as --weights, or the name of the file's own model as --model"
+            f"{file.checkpoint} is {_sizes(given)}, {steered[0]}; {entry.name} is {_sizes(wanted)}, {steered[1]} "
+            f"({entry.architecture}). Give a file of its kind as --weights, or the name of the file's own model as "
+            "--model"
         )
 
 
@@ -308,18 +297,11 @@ def _sizes(architecture: Mapping[str, Any]) -> str:
     )
 
 
-def _check_actions(model: ResolvedModel, actions: ActionModules | None) -> None:
-    """Raises ConfigError where a file obeys other keys than the model of the catalogue that it is given for."""
-    if model.entry is None:
-        return
-    known = catalogue.parts_of(model.entry)[0].actions
-    found, wanted = ((0, 0) if each is None else (each.keyboard, each.mouse) for each in (actions, known))
-    if found != wanted:
-        raise ConfigError(
-            f"{model.weights} obeys {found[0]} columns of a keyboard and {found[1]} of a mouse, but {model.name} has "
-            f"{wanted[0]} and {wanted[1]}; give the file that belongs to it, or another --model",
-            field="weights",
-        )
+def _steered_by(architecture: Mapping[str, Any], actions: ActionModules | None) -> str:
+    """What steers a transformer beside texts, for people."""
+    if actions is not None:
+        return f"steered by {actions.keyboard} columns of a keyboard and {actions.mouse} of a mouse"
+    return "steered by a camera" if architecture.get("camera_channels") is not None else "not steered by keys"
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:

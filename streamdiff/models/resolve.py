@@ -215,7 +215,9 @@ def completed(config: ModelConfig) -> ModelConfig:
     if config.weights is not None and "name" not in config.model_fields_set:
         check_parts(config)
         config = config.model_copy(update={"name": entry_of(Path(config.weights)).name})
-    config = catalogue.with_own_context(config)
+    entry = catalogue.entries().get(config.name)
+    if "kv_context" not in config.model_fields_set and entry is not None and entry.context is not None:
+        config = config.model_copy(update={"kv_context": entry.context.default})
     small = catalogue.small_autoencoder(config.name) if config.preset == "fast" and config.vae is None else None
     return config if small is None else config.model_copy(update={"vae": small})
 

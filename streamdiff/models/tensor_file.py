@@ -7,13 +7,12 @@ what was there before. safetensors only; never a pickle.
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -24,32 +23,13 @@ from torch import Tensor
 
 from streamdiff.atomic_write import check_free, check_parent, temporary_sibling
 from streamdiff.errors import ConfigError, StreamdiffError
-from streamdiff.models import sampling
+from streamdiff.models import headers, sampling
 from streamdiff.models.camera import track_cameras
-from streamdiff.models.headers import (
-    ITEM_BYTES,
-    LENGTH_BYTES,
-    RAW,
-    FileSpec,
-    FreeDim,
-    Shape,
-    actions_contract,
-    check_camera,
-    check_contract,
-    condition_contract,
-    features_contract,
-    latents_contract,
-    noise_contract,
-    parse_header,
-    prompt_embeds_contract,
-    read_camera_array,
-    track_contract,
-)
+from streamdiff.models.headers import FileSpec, FreeDim, Shape
 from streamdiff.models.sampling import TIMESTEPS
 
 SUFFIX = ".safetensors"
-_MOST_PARTS = 10**12  # the header has room for this count
-_ALIGN_BYTES = 8
+Shapes = dict[str, tuple[Shape, ...]]
 
 
 def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
@@ -60,8 +40,8 @@ def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist; expected {contract.what}, a safetensors file: {contract}")
-    header = parse_header(path, contract.max_bytes)
-    check_contract(contract, header)
+    header = headers.parse_header(path, contract.max_bytes)
+    headers.check_contract(contract, header)
     try:
         # A copy: the file's own pages would change, or vanish, with the file.
         found = {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
@@ -79,19 +59,22 @@ def read_rows(path: Path, text_shape: tuple[int, int]) -> Tensor:
     Raises:
         ConfigError: see `read` and `prompt_embeds_contract`.
     """
-    return read(path, prompt_embeds_contract(text_shape))["prompt_embeds"].flatten(0, -2)
+    return read(path, headers.prompt_embeds_contract(text_shape))["prompt_embeds"].flatten(0, -2)
 
 
 def read_noise(
     path: Path, chunk_shape: tuple[int, int, int, int], *, steps: int, chunks: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Noise for at least `chunks` chunks of `chunk_shape` in `steps` denoise steps, float32, instead of a seed's:
-    `initial` `[chunks, C, f, h, w]` and `renoise` `[chunks, steps-1, ...]`.
+    `initial` `[chunks, C, f, h, w]`, what the first step of each chunk receives, and `renoise`
+    `[chunks, steps-1, ...]`, the noise of each later step, which a file may leave out where there are none.
 
     Raises:
-        ConfigError: see `read` and `noise_contract`; other numbers of chunks in the two.
+        ConfigError: see `read`; other numbers of chunks in the two.
     """
-    found = read(path, noise_contract(chunk_shape, steps=steps, chunks=chunks))
+    count = FreeDim("chunks", chunks)
+    shapes: Shapes = {"initial": ((count, *chunk_shape),), "renoise": ((count, steps - 1, *chunk_shape),)}
+    found = read(path, FileSpec("noise", shapes, () if steps > 1 else ("renoise",)))
     initial = found["initial"]
     renoise = found.get("renoise", initial.new_zeros(len(initial), 0, *chunk_shape))
     _check_count(path, "renoise", renoise, "initial", initial)
@@ -110,35 +93,42 @@ def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1) -> Tensor:
     Raises:
         ConfigError: see `read` and `latents_contract`.
     """
-    return read(path, latents_contract(chunk_shape, chunks=chunks))["latents"]
+    return read(path, headers.latents_contract(chunk_shape, chunks=chunks))["latents"]
 
 
 def read_condition(path: Path, chunk_shape: Shape, masks: int) -> Tensor:
-    """What a picture makes of a stream `[masks + C, n, h, w]`, float32: a mask (without one in the file: 1 on the first
-    latent frame), then latents. What is shorter continues with its last latent frame.
+    """What a picture makes of a stream `[masks + C, n, h, w]`, float32: `mask` `[masks, F, h, w]`, 1 where latents are
+    to be kept (without one in the file: 1 on the first latent frame), then `latents` `[C, F, h, w]`, the picture's and
+    of what comes after it. What is shorter continues with its last latent frame.
 
     Raises:
-        ConfigError: see `read` and `condition_contract`.
+        ConfigError: see `read`.
     """
-    found = read(path, condition_contract(chunk_shape, masks))
+    frames = FreeDim("F"), *chunk_shape[2:]
+    shapes: Shapes = {"latents": ((chunk_shape[0], *frames),), "mask": ((masks, *frames),)}
+    found = read(path, FileSpec("a picture's condition", shapes, ("mask",)))
     return sampling.condition(found["latents"], masks, found.get("mask"))
 
 
 def read_features(path: Path, width: int) -> Tensor:
-    """A picture's features `[T, width]`, float32. ConfigError: see `read` and `features_contract`."""
-    return read(path, features_contract(width))["clip_features"].flatten(0, -2)
+    """A picture's `clip_features` `[T, width]`, float32, `[1, T, width]` in some files. ConfigError: see `read`."""
+    rows = FreeDim("T"), width
+    features = FileSpec("a picture's features", {"clip_features": (rows, (1, *rows))})
+    return read(path, features)["clip_features"].flatten(0, -2)
 
 
 def read_actions(path: Path, frames: int, keyboard: int, mouse: int) -> Tensor:
     """Actions `[n, keyboard + mouse]` for each of at least so many `frames` of the video, float32.
 
     Raises:
-        ConfigError: see `read` and `actions_contract`; a mouse that has not as many rows as the keyboard.
+        ConfigError: see `read`; a mouse that has not as many rows as the keyboard.
     """
-    found = read(path, actions_contract(frames, keyboard, mouse))
+    columns = {"keyboard": keyboard, "mouse": mouse} if mouse else {"keyboard": keyboard}
+    count = FreeDim("frames", frames)
+    found = read(path, FileSpec("actions", {name: ((count, width),) for name, width in columns.items()}))
     for name, tensor in found.items():
         _check_count(path, name, tensor, "keyboard", found["keyboard"], "frames")
-    return torch.cat([found[name] for name in ("keyboard", "mouse") if name in found], 1)
+    return torch.cat([found[name] for name in columns], 1)
 
 
 def read_cameras(path: Path, frames: int, size: tuple[int, int], *, chunks: int) -> Tensor:
@@ -163,21 +153,24 @@ def read_track(path: Path) -> dict[str, Tensor]:
     `intrinsics.npy` beside it.
 
     Raises:
-        ConfigError: see `read` and `track_contract`; poses that are no rotations, or a focal length of 0 or less.
+        ConfigError: see `read`; poses that are no rotations, or a focal length of 0 or less.
     """
     if path.suffix == ".npy" and path.exists():
         files = {"poses": path, "intrinsics": path.with_name("intrinsics.npy")}
         there = {name: file for name, file in files.items() if name == "poses" or file.exists()}
         return {name: torch.from_numpy(_read_array(name, file)) for name, file in there.items()}
-    found = read(path, track_contract(not path.exists() or "keyboard" not in parse_header(path).entries))
+    count, posed = FreeDim("frames"), not path.exists() or "keyboard" not in headers.parse_header(path).entries
+    shapes: Shapes = {"poses": ((count, 4, 4),)} if posed else {"keyboard": ((count, 8),)}
+    usual = () if posed else ("intrinsics",)
+    found = read(path, FileSpec("a camera's track", {**shapes, "intrinsics": ((count, 4),)}, usual))
     for name, tensor in found.items():
-        check_camera(name, tensor.numpy(), str(path))
+        headers.check_camera(name, tensor.numpy(), str(path))
     return found
 
 
 def _read_array(name: str, path: Path) -> NDArray[np.floating]:
     try:
-        return read_camera_array(name, path.read_bytes(), str(path))
+        return headers.read_camera_array(name, path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -213,62 +206,15 @@ def check_target(path: Path, overwrite: bool = True) -> None:
 
 def is_raw(path: Path) -> bool:
     """Whether the header of the safetensors file at `path` says `RAW`; ConfigError where it is none."""
-    return RAW.items() <= parse_header(path).metadata.items()
-
-
-class TensorWriter:
-    """Takes the parts of one tensor as they come, without knowing how many; see `writing`.
-
-    The tensor is `[parts, *part_shape]`, float32.
-    """
-
-    def __init__(self, file: BinaryIO, name: str, part_shape: tuple[int, ...], metadata: Mapping[str, str]) -> None:
-        self.name, self.part_shape, self.parts = name, part_shape, 0
-        self._file, self._metadata = file, dict(metadata)
-        # The header comes first and holds the count, which is known last: its room is kept, and filled with spaces.
-        longest = len(self._header_text(_MOST_PARTS))
-        self._header_length = -(-(LENGTH_BYTES + longest) // _ALIGN_BYTES) * _ALIGN_BYTES - LENGTH_BYTES
-        self._file.seek(LENGTH_BYTES + self._header_length)
-
-    def add(self, part: Tensor) -> None:
-        """Append one part, `part_shape`, of any float dtype and device.
-
-        Raises:
-            ValueError: another shape.
-            StreamdiffError: values that are not finite, in float32.
-        """
-        where = f"{self.name}[{self.parts}]"
-        if tuple(part.shape) != self.part_shape:
-            raise ValueError(f"{where}: expected shape {list(self.part_shape)}, got {list(part.shape)}")
-        numbers = part.detach().to("cpu", torch.float32).contiguous()
-        if fault := not_finite(numbers):
-            raise StreamdiffError(f"{where}: expected finite values, got {fault}; nothing is written")
-        self._file.write(numbers.numpy().data)
-        self.parts += 1
-
-    def finish(self) -> None:
-        """Write what comes first.
-
-        Raises:
-            ValueError: no part has come.
-        """
-        if not self.parts:
-            raise ValueError(f"{self.name}: no part was made, so there is nothing to write")
-        self._file.seek(0)
-        self._file.write(self._header_length.to_bytes(LENGTH_BYTES, "little"))
-        self._file.write(self._header_text(self.parts).ljust(self._header_length))
-
-    def _header_text(self, parts: int) -> bytes:
-        shape = [parts, *self.part_shape]
-        entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, prod(shape) * ITEM_BYTES["F32"]]}
-        return json.dumps({"__metadata__": self._metadata, self.name: entry}).encode()
+    return headers.RAW.items() <= headers.parse_header(path).metadata.items()
 
 
 @contextmanager
 def writing(
-    path: Path, name: str, part_shape: tuple[int, ...], metadata: Mapping[str, str] | None = None
-) -> Iterator[TensorWriter]:
-    """A writer of the tensor `name`. At the end of the `with` the file is moved into place; nothing is left when it
+    path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, str] | None = None
+) -> Iterator[Callable[[Tensor], None]]:
+    """What appends the next part, `shape[1:]`, of any float dtype and device, to the tensor `name` of this `shape`,
+    float32. At the end of the `with`, when all parts have come, the file is moved into place; nothing is left when it
     ends by an error.
 
     Args:
@@ -276,53 +222,57 @@ def writing(
 
     Raises:
         ConfigError: as `check_target`.
-        ValueError: no part has come, and nothing else went wrong.
+        ValueError: a part of another shape, or not all parts have come.
+        StreamdiffError: a part with values that are not finite, in float32.
     """
     check_target(path)
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, prod(shape) * headers.ITEM_BYTES["F32"]]}
+    number = itertools.count()
+
+    def add(part: Tensor) -> None:
+        where = f"{name}[{next(number)}]"
+        if tuple(part.shape) != shape[1:]:
+            raise ValueError(f"{where}: expected shape {list(shape[1:])}, got {list(part.shape)}")
+        numbers = part.detach().to("cpu", torch.float32).contiguous()
+        if fault := not_finite(numbers):
+            raise StreamdiffError(f"{where}: expected finite values, got {fault}; nothing is written")
+        file.write(numbers.numpy().data)
+
     with temporary_sibling(path) as temporary:
         with temporary.open("xb") as file:
-            writer = TensorWriter(file, name, part_shape, metadata or {})
-            yield writer
-            writer.finish()
+            file.write(headers.packed_header({"__metadata__": dict(metadata or {}), name: entry}))
+            yield add
+        if (made := next(number)) != shape[0]:
+            raise ValueError(f"{name}: {made} of {shape[0]} parts were made")
         os.replace(temporary, path)
 
 
 def write_tensor(path: Path, name: str, tensor: Tensor, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a tensor of one axis or more at once, as float32; see `writing`.
-
-    Raises:
-        ConfigError, ValueError, StreamdiffError: see `writing` and `TensorWriter`; nothing is written then.
-    """
-    with writing(path, name, tuple(tensor.shape[1:]), metadata) as writer:
+    """Write a tensor of one axis or more at once, as float32; raises as `writing`."""
+    with writing(path, name, tuple(tensor.shape), metadata) as add:
         for part in tensor:
-            writer.add(part)
+            add(part)
 
 
 _WHAT = "first steps"
-
-
-def first_steps_contract(frames: int, *, steps: int, chunks: int, with_video: bool) -> FileSpec:
-    """`timesteps` `[chunks]`, `[chunks, f]` (both of the first step) or `[chunks, steps, f]`; `sigmas`, of the same
-    shape, may be left out; `noise_level` `[chunks]` or `[chunks, f]` is there if chunks start from a video, and only
-    then. `frames` latent frames of a chunk; the file must hold at least `chunks` chunks."""
-    count = FreeDim("chunks", chunks)
-    shapes = ((count,), (count, frames), (count, steps, frames))
-    tensors: dict[str, tuple[Shape, ...]] = {"timesteps": shapes, "sigmas": shapes}
-    if with_video:
-        tensors["noise_level"] = (count,), (count, frames)
-    return FileSpec(_WHAT if with_video else f"{_WHAT}, without --video-latents", tensors, ("sigmas",))
 
 
 def read_first_steps(path: Path, frames: int, *, steps: int, chunks: int, with_video: bool) -> dict[str, Tensor]:
     """What the file at `path` says, for at least `chunks` chunks of `frames` latent frames (F), by name, float32:
     `timesteps` `[n, steps, F]`, 0 to 1000; if it has them `sigmas` of the same shape, 0 to 1; and, `with_video` from
     which chunks start, `noise_level` `[n, 1, F]`, 0 to 1. `steps` is the number of steps of the chunk that has most.
+    The file may also have `[n]` or `[n, F]`, of the first step.
 
     Raises:
-        ConfigError: see `tensor_file.read` and `first_steps_contract`; a value out of range; sigmas of another shape
-            than the timesteps.
+        ConfigError: see `read`; a value out of range; sigmas of another shape than the timesteps.
     """
-    found = read(path, first_steps_contract(frames, steps=steps, chunks=chunks, with_video=with_video))
+    count = FreeDim("chunks", chunks)
+    first: tuple[Shape, ...] = (count,), (count, frames)
+    shapes: Shapes = dict.fromkeys(("timesteps", "sigmas"), (*first, (count, steps, frames)))
+    if with_video:
+        shapes["noise_level"] = first
+    what = _WHAT if with_video else f"{_WHAT}, without --video-latents"
+    found = read(path, FileSpec(what, shapes, ("sigmas",)))
     timesteps = found["timesteps"]
     if (sigmas := found.get("sigmas", timesteps)).shape != timesteps.shape:
         raise ConfigError(

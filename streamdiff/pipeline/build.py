@@ -54,7 +54,10 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         pictures=plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     if row_costs:
-        _set_row_costs(pipeline, row_costs)
+        pipeline.scheduler.set_row_costs(row_costs)
+        limit = pipeline.scheduler.row_limit
+        shown, so = ", ".join(f"{cost:.3g}" for cost in limit.costs), "" if limit.shares else "; so none share one"
+        logger.info("batching: forwards of 1 to %d rows take %s times as long as of one%s", limit.max_rows, shown, so)
     try:
         _warm_up(pipeline, config)
     except EngineFailure as error:
@@ -119,14 +122,6 @@ def _run_s(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return clock.monotonic_s() - begun_s
-
-
-def _set_row_costs(pipeline: StreamingPipeline, costs: list[float]) -> None:
-    """Let the scheduler know what further rows of a forward cost. Mutates: its scheduler."""
-    pipeline.scheduler.set_row_costs(costs)
-    limit = pipeline.scheduler.row_limit
-    shown, so = ", ".join(f"{cost:.3g}" for cost in limit.costs), "" if limit.shares else "; so none share one"
-    logger.info("batching: forwards of 1 to %d rows take %s times as long as of one%s", limit.max_rows, shown, so)
 
 
 def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
-from streamdiff.core import sessions_to_fill
+from streamdiff.core import in_flight_limit
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.loader import PARTS, Kernels, ModelLoader
@@ -23,19 +23,13 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed import rendezvous
+from streamdiff.pipeline.planner import partition
 from streamdiff.pipeline.planner.costs import BY_DEVICE, estimate
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
-from streamdiff.pipeline.planner.partition import (
-    Blocks,
-    Workload,
-    check_ranks,
-    choose_layout,
-    max_rows_of,
-    rows_carried,
-)
+from streamdiff.pipeline.planner.partition import Blocks, Workload
 from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
@@ -92,7 +86,7 @@ class LoadPlan:
     @property
     def max_rows(self) -> int:
         """How many rows may share a forward."""
-        return max_rows_of(self.config, self.sizes)
+        return partition.max_rows_of(self.config, self.sizes)
 
     @property
     def pixel_format(self) -> PictureKind:
@@ -110,7 +104,8 @@ class LoadPlan:
         if self.config.compile == "off" or self.config.offload != "none":
             return None
         context = self.config.kv_context
-        filling = sessions_to_fill(context, steps=self.steps, stages=self.config.stages)
+        stages = self.config.stages
+        filling = -(-stages // in_flight_limit(context, steps=self.steps, stages=stages))  # that keep all stages busy
         if self.device.type != "cuda":
             return PreallocatedCaches(1, self.steps, context)
         served = _GRAPH_SESSIONS if isinstance(self.config, ServedModel) else 0
@@ -153,7 +148,7 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, self.max_rows)
+        rows = partition.rows_carried(self.spec, self.max_rows)
         return Demand(
             self.sizes,
             storage,
@@ -229,7 +224,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         small = config.latent_space is not None  # only small ones have one
         decoder = decoder_sizes(spec, models.model.autoencoder, config.vae, small=small)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
-    check_ranks(config, sizes)
+    partition.check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]
     runs = stage_blocks(config, sizes, steps, device.type, models.dtype.itemsize)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
@@ -250,7 +245,7 @@ def stage_blocks(config: ModelConfig, sizes: ModelSizes, steps: int, device: str
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
     spare_core = config.decode_rank == "head" and (os.cpu_count() or 1) > here
     load = Workload(config.stages, 1, steps, config.kv_context, 1, config.shares)
-    return choose_layout(costs, load, "own-stream" if spare_core else config.decode_rank).blocks
+    return partition.choose_layout(costs, load, "own-stream" if spare_core else config.decode_rank).blocks
 
 
 def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> LoadPlan:

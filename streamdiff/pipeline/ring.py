@@ -21,10 +21,11 @@ from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import context_fault
 from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.cuda_streams import loop_on
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S
-from streamdiff.pipeline.distributed.link import LocalLink, NoLink, Receiver, Sender
-from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
-from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
+from streamdiff.pipeline.distributed.link import NoLink, Receiver, Sender
+from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
+from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.row_faults import ROW_ERRORS, ReturnedRows, at, check_own, describe, fault_key
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
@@ -76,8 +77,7 @@ class Ring:
         self.sampler = LatentSampler(model, device)
         timer = DeviceTimer.on(device)
         self._timed = timer.stream()
-        loop = NoLink()
-        self._sender, self._receiver = links or (loop, loop)
+        self._sender, self._receiver = links or (loop := loop_on(device), loop)
         self.worker = Worker(self._receiver, self.stage, self._sender, timer, self._timed)
         self.limit = stages + 1 if stages > 1 else 1
         self.changes: dict[int, PendingSteps] = {}  # by session
@@ -498,20 +498,12 @@ class Ring:
         self.queued.append(StageMessage(kind, (), update, tensors))
 
 
-def local_parts(
-    model: Model,
-    device: torch.device,
-    stages: int,
-    max_rows: int = 1,
-    link: Callable[[MessageLayout], LocalLink] = LocalLink,
-) -> RingParts:
+def local_parts(model: Model, device: torch.device, stages: int, links: Sequence[NoLink] | None = None) -> RingParts:
     """All stages in this process, which take turns in one thread, deterministically: for reference runs and tests.
-    `link` makes the link between two stages."""
+    `links` lead from each stage to the next, the last one back to the head."""
     if stages == 1:
         return RingParts(ModelRunner(model, device))
-    carried = rows_carried(model.spec, max_rows)
-    forward = MessageLayout.between_stages(model, carried)
-    links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
+    links = links or [NoLink() for _ in range(stages)]
     first, *others = [
         ModelRunner(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))
     ]

@@ -368,8 +368,7 @@ class StreamingPipeline(Ring):
         stage = self.stage
         if workers is not None and (links := workers.decode_links) is not None:
             return Decoding.elsewhere(*links, self._deliver, self.wake, stage.exchange, stage.device)
-        if model.decoder is None:
-            raise ValueError("a runtime that decodes needs a model with a decoder")
+        assert model.decoder is not None, "the head decodes"
         return Decoding.here(
             model.decoder, self._deliver, self.wake, device, at_once, self.worker.timer, stage.swaps
         )  # fmt: skip

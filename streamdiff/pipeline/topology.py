@@ -22,7 +22,8 @@ from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import stage_group
-from streamdiff.pipeline.distributed.link import NoLink, Receiver, Sender, ring_edges
+from streamdiff.pipeline.distributed.cuda_streams import loop_on
+from streamdiff.pipeline.distributed.link import Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
@@ -34,10 +35,6 @@ from streamdiff.video.pixel_format import PictureKind
 Link = Literal["gloo", "nccl"]
 OnEdge = Callable[[str, int], None]
 """Progress callback: takes the phase of the start that comes next, and the edge in it; see `start_progress`."""
-
-
-def _ignore(phase: str, edge: int) -> None:
-    """No-op `OnEdge`."""
 
 
 _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
@@ -84,7 +81,7 @@ class StageTopology:
 
 
 def connect_stage(
-    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
+    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = lambda phase, edge: None
 ) -> RingParts:
     """A rank's stage, and what leads from it. `model` has its blocks only. With `nccl` all ranks of the default group,
     which is one of gloo, call this or `join_edges`; it returns when all have, and `on_edge` is called with the next
@@ -99,7 +96,7 @@ def connect_stage(
         senders, receivers = _connect_nccl(model, topology, device, on_edge)
     else:
         senders, receivers = _connect_tcp(model, topology, device)
-    loop = NoLink()
+    loop = loop_on(device)
     fellows = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
     onward = [sender for sender in senders.values() if sender not in fellows]
     # Where no edge leads on, what a rank sends goes nowhere, or on the head comes back.
@@ -157,22 +154,17 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     Raises:
         ConfigError: ranks would share a stage on CUDA, without NCCL between them.
     """
-    # A rank that only decodes is at no edge, and may share a stage's device.
+    if device.type != "cuda":
+        return "gloo"  # through host memory
+    # A rank that only decodes is at no edge, and may share a stage's device. NCCL before 2.30 refuses other such ranks.
     stages_here = min(config.stage_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    shared = device.type == "cuda" and stages_here > torch.cuda.device_count()
-    link = pick_link(device, shared)
-    if config.shares > 1 and device.type == "cuda" and link != "nccl":
+    can_have = dist.is_nccl_available() and stages_here <= torch.cuda.device_count()
+    if config.shares > 1 and not can_have:
         raise ConfigError(
             f"parallel is {config.parallel}, and the link is gloo: ranks that share a stage on CUDA exchange over "
             "NCCL, which wants a device for each; use fewer ranks, or device cpu"
         )
-    return link
-
-
-def pick_link(device: torch.device, shared_device: bool = False) -> Link:
-    """The kind of link between ranks on devices like `device`: NCCL between CUDA devices where torch has it, unless
-    ranks share a device (`shared_device`), which NCCL refuses before 2.30; else gloo, through host memory."""
-    return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
+    return "nccl" if can_have else "gloo"
 
 
 def decode_links(

@@ -6,16 +6,8 @@ import atexit
 import threading
 from collections.abc import Callable
 
-from streamdiff import clock
 from streamdiff.errors import EngineFailure
-from streamdiff.pipeline.distributed.heartbeat import (
-    HEARTBEAT_S,
-    LEAVE_S,
-    Heartbeat,
-    RankWatch,
-    exit_now,
-    link_fault,
-)
+from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, Heartbeat, RankWatch, await_that, exit_now, link_fault
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.ring import Ring
 
@@ -81,11 +73,12 @@ class WorkerGroup:
 
     def hear(self) -> None:
         """Wait for a new heartbeat of every rank, or a fault; at most `LEAVE_S`."""
-        known, end_s = [beat.number for beat in self._watch.heartbeats()], clock.monotonic_s() + LEAVE_S
-        while self._fault is None and clock.monotonic_s() < end_s:
-            if all(beat.number > before for beat, before in zip(self._watch.heartbeats(), known, strict=True)):
-                return
-            threading.Event().wait(HEARTBEAT_S / 10)
+        known = [beat.number for beat in self._watch.heartbeats()]
+
+        def heard() -> bool:
+            return all(beat.number > before for beat, before in zip(self._watch.heartbeats(), known, strict=True))
+
+        await_that(lambda: self._fault is not None or heard(), LEAVE_S)
 
     def leave(self) -> None:
         """End the ring: in order where it is whole, else at once."""

@@ -18,13 +18,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 
 from streamdiff.config import Config
-from streamdiff.engine.messages import Ready
 from streamdiff.engine.process.supervisor import EngineSupervisor
 from streamdiff.server.app_state import AppState, state_of
-from streamdiff.server.auth import read_tokens
-from streamdiff.server.media.encoder import Format, choose
 from streamdiff.server.middleware import GuardMiddleware, not_ready
-from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
 from streamdiff.server.routes import control, sessions, videos, webrtc
 from streamdiff.server.sessions.control import ControlError
@@ -78,9 +74,7 @@ def create_app(config: Config) -> FastAPI:
 
 
 @asynccontextmanager
-async def attach_engine(
-    app: FastAPI, config: Config, connection: EngineSupervisor, ready: Ready
-) -> AsyncIterator[AppState]:
+async def attach_engine(app: FastAPI, config: Config, connection: EngineSupervisor) -> AsyncIterator[AppState]:
     """Context manager: serve the sessions of a warm engine. Mutates: app, which answers that the model is loading until
     the default session was requested.
 
@@ -88,13 +82,9 @@ async def attach_engine(
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
             written, a folder for jobs or sessions that cannot be used, a video file for a model that takes none.
     """
-    codecs = choose(config.serve.codec)
-    Format(ready.width, ready.height, config.playback.fps, config.serve.upscale, config.serve.bitrate)  # or its error
-    targets = parse_targets([*config.serve.outputs, *read_targets(config.serve.outputs_file)])
     with open_folders(config.serve) as folders:
-        found = await asyncio.to_thread(find_sessions, folders)
-        keeper = SnapshotKeeper(config.serve, folders)
-        state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
+        keeper = SnapshotKeeper(config.serve, folders, await asyncio.to_thread(find_sessions, folders))
+        state = AppState(config, connection, keeper)
         await state.manager.start()
         if state.jobs is not None:
             await state.jobs.start()
@@ -106,10 +96,8 @@ async def attach_engine(
         finally:
             if state.jobs is not None:
                 await state.jobs.stop()
-            await state.outputs.stop()
-            await state.feeders.stop()
-            await state.viewers.stop()
-            await state.manager.stop()
+            for stop in (state.outputs.stop, state.feeders.stop, state.viewers.stop, state.manager.stop):
+                await stop()
 
 
 def _heads(routes: Iterable[BaseRoute]) -> APIRouter:

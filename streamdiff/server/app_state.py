@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,19 +13,18 @@ from starlette.requests import HTTPConnection
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import Ready
 from streamdiff.engine.process.supervisor import EngineSupervisor
-from streamdiff.server.auth import Role, Tokens, link_role, read_snapshot_key, role_of
+from streamdiff.server.auth import Role, Tokens, link_role, read_snapshot_key, read_tokens, role_of
 from streamdiff.server.jobs import runner as job_runner
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
-from streamdiff.server.media.encoder import Codec
+from streamdiff.server.media.encoder import choose
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import Outputs, Target
+from streamdiff.server.outputs.output import Outputs, parse_targets, read_targets
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import EngineStatus
-from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper
+from streamdiff.server.sessions.keeper import SnapshotKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, Manager
 from streamdiff.server.sessions.wheel import Watcher
@@ -44,27 +43,16 @@ SOCKET_PROTOCOL, TOKEN_PROTOCOL = "streamdiff", "streamdiff.token."
 class AppState:
     """State shared by all routes. Made on the running event loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        connection: EngineSupervisor,
-        ready: Ready,
-        codecs: tuple[Codec, ...],
-        tokens: Tokens,
-        targets: Sequence[Target],
-        keeper: SnapshotKeeper,
-        found: Sequence[SavedFile],
-    ) -> None:
-        """`keeper` and `found`: see `Manager`."""
-        self.config = config
-        self.metrics = Metrics()
-        self.codecs = codecs
-        self._tokens = tokens
+    def __init__(self, config: Config, connection: EngineSupervisor, keeper: SnapshotKeeper) -> None:
+        """Raises ConfigError for a setting that cannot be used, see `app.attach_engine`."""
         serve = config.serve
+        self.config, self.metrics = config, Metrics()
+        self.codecs, self._tokens = choose(serve.codec), read_tokens(serve)
+        targets = parse_targets([*serve.outputs, *read_targets(serve.outputs_file)])
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
         self._visits = PerAddressLimiter(VISITS_PER_S, VISIT_BURST)
-        self.manager = Manager(config, connection, ready, self.metrics, keeper, found)
+        self.manager = Manager(config, connection, self.metrics, keeper)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
@@ -84,9 +72,8 @@ class AppState:
 
     async def _session_ends(self, session: LiveSession) -> None:
         """Close a session's viewers, outputs and senders."""
-        await self.feeders.end_session(session)
-        await self.viewers.end_session(session)
-        await self.outputs.end_session(session)
+        for end in (self.feeders.end_session, self.viewers.end_session, self.outputs.end_session):
+            await end(session)
 
     async def remove(self, session: LiveSession, peer: str) -> None:
         """End the connection of a peer that the session's owner does not want. Does nothing for one that is gone."""

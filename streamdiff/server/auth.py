@@ -95,11 +95,9 @@ def read_snapshot_key(config: ServeConfig) -> bytes:
         why = f"serve.snapshot_key_file: {path} cannot be read or made: {error.strerror or error}"
         raise ConfigError(why, field="serve.snapshot_key_file") from error
     if not MIN_TOKEN_CHARACTERS <= len(key) <= MAX_TOKEN_CHARACTERS:
-        raise ConfigError(
-            f"serve.snapshot_key_file: the key in {path} has {len(key)} bytes; it must have {MIN_TOKEN_CHARACTERS} to "
-            f"{MAX_TOKEN_CHARACTERS}. Make one with: openssl rand -hex 32",
-            field="serve.snapshot_key_file",
-        )
+        size = f"{len(key)} bytes; it must have {MIN_TOKEN_CHARACTERS} to {MAX_TOKEN_CHARACTERS}"
+        why = f"serve.snapshot_key_file: the key in {path} has {size}. Make one with: openssl rand -hex 32"
+        raise ConfigError(why, field="serve.snapshot_key_file")
     return key
 
 
@@ -128,11 +126,8 @@ def _read(path: str | None, key: str) -> str | None:
         return None
     token = read_setting_file(path, key, f". Make it: (umask 077; openssl rand -hex 32 > {path})").strip()
     if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
-        raise ConfigError(
-            f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "
-            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}",
-            field=key,
-        )
+        why = f"{len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to {MAX_TOKEN_CHARACTERS}"
+        raise ConfigError(f"{key}: the token in {path} has {why}. {_MAKE_ONE}", field=key)
     if wrong := sorted(set(_NO_TOKEN_CHARACTER.findall(token))):
         raise ConfigError(
             f"{key}: the token in {path} has {' '.join(map(repr, wrong[:5]))} in it, which browsers cannot send as a "

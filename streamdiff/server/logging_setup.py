@@ -9,8 +9,8 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO
+from collections.abc import Iterator, Mapping
+from typing import TextIO
 
 from streamdiff.config import ServeConfig
 
@@ -20,23 +20,20 @@ fatal = logging.getLogger("streamdiff.fatal")
 """Why the server cannot go on."""
 
 
-def log_fields(**values: object) -> dict[str, Any]:
-    """For a log call's `extra`: fields of its JSON object, beside the message. Never a prompt or a token."""
-    return {"log_fields": values}
-
-
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (ISO 8601 with offset), level, logger, message, and the record's `log_fields`."""
+    """One JSON object a line: time (ISO 8601 with offset), level, logger, message; and the values of a message that
+    names them, as `%(session)s`, with others beside them. Never a prompt or a token."""
 
     def format(self, record: logging.LogRecord) -> str:
         second, offset = self.formatTime(record, "%Y-%m-%dT%H:%M:%S %z").split()
-        body = {
+        body: dict[str, object] = {
             "time": f"{second}.{int(record.msecs):03d}{offset}",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "log_fields", {}),
         }
+        if isinstance(record.args, Mapping):
+            body = {**body, **record.args, **body}
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return json.dumps(body, ensure_ascii=False, default=str)

@@ -33,7 +33,7 @@ from streamdiff.server.app_state import MAX_SOCKETS, AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import ACCEPTS, BACKLOG, MAX_CONNECTIONS, SPARE, HttpServer
 from streamdiff.server.load import serve_agent
-from streamdiff.server.logging_setup import configure, console, fatal, log_fields
+from streamdiff.server.logging_setup import configure, console, fatal
 from streamdiff.server.middleware import not_ready
 from streamdiff.server.sessions.keeper import open_folders
 from streamdiff.server.tasks import end_tasks
@@ -185,7 +185,7 @@ async def _serve(
         if not await _unless_shut_down(_start_engine(config, engine, app, fetch), shutdown):
             return EXIT_OK
         async with (
-            attach_engine(app, config, engine, engine.ready) as state,
+            attach_engine(app, config, engine) as state,
             serve_agent(config.serve.host, config.serve.agent_port, state.manager.free_sessions),
         ):
             try:
@@ -256,8 +256,9 @@ async def _serve_engine(
             await asyncio.wait({ended}, timeout=RANK_FAILURE_S)
         hands_over = config.serve.handover is not None and not shutdown.immediate
         if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
+            state.manager.draining = True  # no more sessions are opened
             if hands_over:
-                await state.manager.hand_over()
+                await state.manager.keeper.hand_over(state.manager.sessions)
                 console.info("sessions are in %s: the next server opens them", config.serve.handover)
             else:
                 await _drain(state, config.serve.drain_s, shutdown)
@@ -268,8 +269,7 @@ async def _serve_engine(
 
 
 async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> None:
-    """Open no more sessions, and wait until no viewers are left, at most `limit_s`, or until asked to end now."""
-    state.manager.draining = True
+    """Wait until no viewers are left, at most `limit_s`, or until asked to end now."""
     end_s = clock.monotonic_s() + limit_s
     if state.viewers.count and limit_s > 0 and not shutdown.immediate:
         console.info("ends when the viewers have left, in %g s at the latest", limit_s)
@@ -289,7 +289,7 @@ def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
         console.info("listening on %s: %s", serve.host, others)
     if config.serve.control_token_file is not None:
         console.info("steering takes the token in %s: open %s#token=TOKEN", config.serve.control_token_file, url)
-    console.info("open %s (Ctrl-C ends)", url, extra=log_fields(url=url))
+    console.info("open %(url)s (Ctrl-C ends)", {"url": url})
     if ready.begins_with_picture and config.session.image is None:
         console.info("there is no --image: who opens the page chooses the picture that the stream begins with")
     if config.serve.open_browser and _has_display():

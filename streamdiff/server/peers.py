@@ -9,7 +9,7 @@ from math import ceil
 
 from starlette.requests import HTTPConnection
 
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Unavailable
 
 RETRY_AFTER_S = 5
 MAX_ADDRESSES = 4096
@@ -98,17 +98,15 @@ class SlotPool:
         """Slots that are taken."""
         return self._held.total()
 
-    def refusal(self, address: str, freed: str | None = None) -> Problem | None:
+    def refusal(self, address: str, freed: str | None = None) -> Unavailable | None:
         """Why an address can have no slot now, 503 or 429; None: it can. `freed`: the address of one that goes."""
-        retry_after = {"Retry-After": str(RETRY_AFTER_S)}
         if self.count - (freed is not None) >= self._limit:
             message = f"All {self._limit} places are taken ({self._setting}). Try again in a moment."
-            return Problem(503, message, retry_after, code=self._code)
+            return Unavailable(self._code, message, RETRY_AFTER_S)
         if self._held[address] - (freed == address) >= self._per_address:
             message = f"One address may hold {self._per_address} of {self._limit} places ({self._setting}), and yours "
-            return Problem(
-                429, message + "does: close another page, or raise serve.address_share.", retry_after, code="address"
-            )
+            message += "does: close another page, or raise serve.address_share."
+            return Unavailable("address", message, RETRY_AFTER_S, 429)
         return None
 
     def take(self, address: str) -> None:
@@ -134,5 +132,4 @@ class PerAddressLimiter:
         if address not in self._by_address and len(self._by_address) >= MAX_ADDRESSES:
             del self._by_address[next(iter(self._by_address))]
         if not self._by_address.setdefault(address, TokenBucket(self._per_s, self._burst)).take(now_s):
-            message = f"Too many {what} in a short time from one address."
-            raise Problem(429, message, {"Retry-After": "1"}, code="rate")
+            raise Unavailable("rate", f"Too many {what} in a short time from one address.", 1, 429)

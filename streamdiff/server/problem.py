@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.types import Scope
+
+from streamdiff.errors import RequestError
 
 MAX_TEXT = 4000
 """Characters of a text in an answer."""
@@ -74,6 +78,15 @@ class Unavailable(Problem):
 
     def __init__(self, code: str, message: str, retry_after_s: int, status: int = 503, **extra: Any) -> None:
         super().__init__(status, message, {"Retry-After": str(retry_after_s)}, code=code, **extra)
+
+
+@contextmanager
+def refused_as(code: str, status: int = 422) -> Iterator[None]:
+    """Context manager: a RequestError that is raised inside becomes a Problem of its field, with its sentence."""
+    try:
+        yield
+    except RequestError as error:
+        raise Problem(status, f"{str(error).removesuffix('.')}.", code=code, field=error.field) from error
 
 
 def _sendable(text: str) -> str:

@@ -202,7 +202,7 @@ class SwapStore:
     # ---- out and in ---------------------------------------------------------------------------------------------
 
     def put(self, name: str, state: object) -> None:
-        """Take a copy of a state, whose tensors may be reused after `follow`; what lies here
+        """Take a copy of a state, whose tensors may be reused after `copies.follow`; what lies here
         longest goes to disk where host memory is used up. Mutates: self."""
         copy = HostCopy(self.copies, state)
         copy.go_on()
@@ -230,8 +230,8 @@ class SwapStore:
             return kept.tensors is not None
 
     def take(self, name: str, into: _T) -> _T:
-        """Put a state that is ready into one that was opened in the same way, see `walk.load`; `follow` comes before it
-        is used. Mutates: self, into."""
+        """Put a state that is ready into one that was opened in the same way, see `walk.load`; `copies.follow` comes
+        before it is used. Mutates: self, into."""
         with self._changed:
             kept = self._forget(name)
             self._spill()
@@ -261,10 +261,6 @@ class SwapStore:
                 self._forget(name)
                 self._spill()
 
-    def follow(self) -> None:
-        """Make the caller's current stream wait for all copies so far."""
-        self.copies.follow()
-
     # ---- what there is ------------------------------------------------------------------------------------------
 
     def __contains__(self, name: str) -> bool:
@@ -292,19 +288,16 @@ class SwapStore:
 
     # ---- the disk -----------------------------------------------------------------------------------------------
 
-    @property
-    def _in_host(self) -> int:
-        """Bytes in host memory, those on their way to disk left out."""
-        return sum(kept.nbytes for kept in self._kept.values() if kept.tensors is not None and not kept.writing)
-
     def _spill(self) -> None:
         """Begin to write what has been here longest while there is too much; after a fault too, as there may be room
         again. Mutates: self."""
-        for kept in self._kept.values():
-            if self._folder is None or self.host_bytes is None or self._in_host <= self.host_bytes:
+        in_host = [kept for kept in self._kept.values() if kept.tensors is not None and not kept.writing]
+        nbytes = sum(kept.nbytes for kept in in_host)
+        for kept in in_host:
+            if self._folder is None or self.host_bytes is None or nbytes <= self.host_bytes:
                 return
-            if kept.tensors is not None and not kept.writing and kept.reading is None:
-                kept.writing = True
+            if kept.reading is None:
+                kept.writing, nbytes = True, nbytes - kept.nbytes
                 self._thread.submit(self._write, kept)
 
     def _write(self, kept: _SwappedState) -> None:

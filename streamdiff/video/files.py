@@ -17,8 +17,6 @@ from pathlib import Path
 
 import av
 import numpy as np
-from av.error import FFmpegError
-from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
@@ -63,7 +61,9 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float, *, privat
         if private:
             atomic_write.open_private(temporary).close()
         if kind == _PICTURES:
-            _write_pngs(temporary, _checked(frames))
+            temporary.mkdir()
+            for number, frame in enumerate(_checked(frames)):
+                Image.fromarray(frame).save(temporary / f"{number:05d}.png", compress_level=3)
         else:
             _write_video(kind, temporary, _checked(frames), Fraction(fps).limit_denominator(1001))
         if not is_there:
@@ -133,26 +133,15 @@ def _write_video(suffix: str, path: Path, frames: Iterator[Frame], rate: Fractio
     first = next(frames)  # before the file is opened: with no frames there is none
     with av.open(str(path), "w", format=suffix[1:], options=_CONTAINER_OPTIONS[suffix]) as container:
         stream = container.add_stream(codec, rate=rate, options=options)
-        assert isinstance(stream, VideoStream)
+        assert isinstance(stream, av.VideoStream)
         height, width = first.shape[:2]
         stream.height, stream.width, stream.pix_fmt = height + height % 2, width + width % 2, "yuv420p"
         for number, frame in enumerate(chain((first,), frames)):
-            picture = av.VideoFrame.from_ndarray(_even(frame), format="rgb24")
+            even = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(even), format="rgb24")
             picture.pts, picture.time_base = number, 1 / rate
             container.mux(stream.encode(picture))
         container.mux(stream.encode(None))
-
-
-def _even(frame: Frame) -> Frame:
-    """The frame with even sides, its last row or column repeated where needed."""
-    height, width = frame.shape[:2]
-    return np.ascontiguousarray(np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge"))
-
-
-def _write_pngs(path: Path, frames: Iterator[Frame]) -> None:
-    path.mkdir()
-    for number, frame in enumerate(frames):
-        Image.fromarray(frame).save(path / f"{number:05d}.png", compress_level=3)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -243,5 +232,5 @@ def _decoded(path: Path) -> Iterator[Frame]:
                 raise ConfigError(f"{path} has no video in it")
             for frame in container.decode(container.streams.video[0]):
                 yield upright(frame).to_ndarray(format="rgb24").astype(np.uint8, copy=False)
-    except FFmpegError as error:
+    except av.FFmpegError as error:
         raise ConfigError(f"{path} cannot be read as a video: {error.strerror or error}") from None

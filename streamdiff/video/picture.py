@@ -154,7 +154,10 @@ def _decoded(data: bytes, width: int, height: int, fit: str) -> Picture:
         if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
             raise _refusal(f"the picture is animated, with {count} frames; send a still one")
         image.draft(None, (2 * max(width, height),) * 2)  # JPEG: decodes at a fraction of its size, if that is enough
-        return _fitted(_rgb(_turned(image)), width, height, fit)
+        # `ImageOps.exif_transpose` writes the rest of the EXIF again as well, and fails where a camera has written
+        # something odd there.
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        return _fitted(_rgb(image if turn is None else image.transpose(turn)), width, height, fit)
 
 
 def _scans(data: bytes) -> int:
@@ -165,13 +168,6 @@ def _scans(data: bytes) -> int:
         scans += marker[0] == _SCAN
         at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
     return scans
-
-
-def _turned(image: pillow.Image) -> pillow.Image:
-    """A picture turned as its EXIF says. `ImageOps.exif_transpose` writes the rest of the EXIF again as well, and fails
-    where a camera has written something odd there."""
-    turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    return image if turn is None else image.transpose(turn)
 
 
 def _rgb(image: pillow.Image) -> pillow.Image:

@@ -7,7 +7,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import bench_videos
 from benchmarks.slo import Video
@@ -25,7 +24,6 @@ def options(*words: str) -> argparse.Namespace:
 
 @pytest.mark.slow
 def test_our_own_server_makes_all_of_them(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model = small_model(4)
     pipeline = StreamingPipeline(model, CPU)
     serve = ServeConfig(jobs_dir=str(tmp_path), address_share=1.0, upscale=4)

@@ -27,10 +27,7 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
             assert found[name]["chunks_per_s"] > 0
             # Two steps of 0.02 s each at least: what sleeps cannot be quicker.
             assert found[name]["first_chunk_s"] >= 0.04
-        # Of two stages twice the rate is the best; what is judged is the share of it.
-        assert found["ideal_rate_ratio"] == pytest.approx(2, rel=0.34)
-        assert found["met"]["rate"] == (found["rate_ratio"] >= 3.5 / 4 * found["ideal_rate_ratio"])
-        assert found["met"]["latency"] == (found["latency_of_ideal"] <= 1.15)
+        assert found["ideal_rate_ratio"] == pytest.approx(2, rel=0.34), "of two stages twice the rate is the best"
         # A rank's round is its sleep, its own work and its waiting.
         hop = found["hop"]
         assert all(hop[name] > 0 for name in ("head_own_us", "others_own_us", "cpu_us"))

@@ -16,39 +16,17 @@ from pathlib import Path
 
 import av
 import pytest
+import yaml
 
 from streamdiff.cli import main, parser
-from streamdiff.commands import generate
+from streamdiff.commands import generate, reference
+from streamdiff.commands.jobs import ReferenceJob
+from streamdiff.config import Config
 from streamdiff.errors import ConfigError
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.version import __version__
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("serve --fps=30 --fsp=30", "unknown option --fsp; did you mean --fps"),
-        ("serve --host 192.168..1", "host '192.168..1' cannot be found"),
-        ("serve --no-browser --port 0 --stages 7", "stages is 7, but must be 1 to 6: every stage needs a block"),
-        ("generate --output x.mp4 --seconds nan", "--seconds is nan"),
-        ("generate --output x.mp4 --seconds 5 --prompt-at 3:" + 2001 * "x", "at most 2,000"),
-        ("generate --parallel 1x2 --decode-rank last --chunks 2 --output x.mp4", "--decode-rank does not go with the"),
-        ("plan --decode-time -1", "--decode-time is -1.0, but must be greater than or equal to 0"),
-        ("models longlive", "no model is called 'longlive'; did you mean longlive-1.3b?"),
-    ],
-)
-def test_a_mistake_gets_one_line_and_status_2(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str
-) -> None:
-    """Others are in tests/messages.txt."""
-    monkeypatch.chdir(tmp_path)
-    assert main.main(line.split(" ")) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and words in err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("text", "change"), [("4:a blue star", (4.0, "a blue star")), ("0.5: b:c ", (0.5, "b:c"))])
@@ -141,17 +119,6 @@ def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(rf"FAIL +port +127\.0\.0\.1:{port} cannot be listened on", text)
     assert "no weights (.safetensors, .pt, .pth, .bin) at /nowhere" in text
     assert "Missing: model, port." in text
-
-
-@pytest.mark.parametrize("option", ["weights", "lora", "vae", "text-encoder"])
-@pytest.mark.parametrize("command", ["serve --no-browser --port 0", "generate --output x.mp4"])
-def test_a_part_that_is_missing_is_told_at_once_and_alone(
-    capsys: pytest.CaptureFixture[str], option: str, command: str
-) -> None:
-    line = f"{command} --model self-forcing --{option} nowhere.safetensors"
-    assert main.main(line.split()) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"--{option} is nowhere.safetensors" in said
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--prompt-at=0:"])
@@ -287,3 +254,49 @@ def test_presets_are_switches(line: str, preset: str, vae: str | None) -> None:
     assert (model.preset, model.vae) == (preset, vae)
     named = main._config(parser.parse(["serve", "--model", "self-forcing", "--vae", "wan2.1", *line.split()])).model
     assert named.vae == "wan2.1"
+
+
+BY_CHUNKS = "generate --chunks 2 --latents-out x.safetensors --no-decode"
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceJob]:
+    """The runs by chunks that would have begun."""
+    begun: list[ReferenceJob] = []
+
+    def run(job: ReferenceJob) -> int:
+        begun.append(job)
+        return 0
+
+    monkeypatch.setattr(reference, "run", run)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "words"),
+    [
+        (BY_CHUNKS, "session: {image: p.png}", "session.image does not go with the options that say everything by"),
+        (BY_CHUNKS, "model: {trace: costs}", "model.trace does not go with the options that say everything by chunks"),
+        (BY_CHUNKS, "session: {input: v.mp4}", "session.input is 'v.mp4', but is for `serve`"),
+        ("generate --output x.mp4", "session: {snapshot: s.sds}", "session.snapshot is 's.sds', but is for `serve`"),
+        ("generate --prompts p.txt --output x", "session: {input: v.mp4}", "session.input is 'v.mp4', but is for"),
+    ],
+)
+def test_settings_of_a_file_that_would_be_ignored_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[ReferenceJob],
+    line: str, settings: str, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("streamdiff.api.load_model", lambda model: pytest.fail("loaded"))
+    Path("c.yaml").write_text(settings)
+    Path("p.txt").write_text("x")
+    assert main.main([*line.split(" "), "--config", "c.yaml"]) == 2
+    assert words in capsys.readouterr().err
+    assert not jobs
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "p.txt"]
+
+
+def test_a_file_that_lists_the_defaults_may_be_used_by_chunks(tmp_path: Path, jobs: list[ReferenceJob]) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(Config().model_dump()))
+    assert main.main([*BY_CHUNKS.split(" "), "--config", str(tmp_path / "c.yaml")]) == 0
+    assert [job.chunks for job in jobs] == [2]

@@ -12,6 +12,7 @@ import pytest
 
 from streamdiff.cli import main
 from streamdiff.models import catalogue
+from tests.hub_cache import lay
 
 ROOT = Path(__file__).resolve().parents[2]
 BASES = {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
@@ -36,18 +37,6 @@ def alone(home: Path, *arguments: str) -> str:
     return process.stdout
 
 
-def download(home: Path, repo: str, *files: str) -> Path:
-    """Put files where the hub's client would, and return their folder."""
-    folder = home / "hub" / f"models--{repo.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True, exist_ok=True)
-    (folder / "refs" / "main").write_text("0123abcd")
-    snapshot = folder / "snapshots" / "0123abcd"
-    for file in files:
-        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / file).write_bytes(b"")
-    return snapshot
-
-
 def rows(text: str) -> dict[str, dict[str, str]]:
     """The list's cells by model."""
     lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.split("\n\n")[0].splitlines()]
@@ -58,8 +47,9 @@ def rows(text: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.slow
 def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Path) -> None:
-    download(tmp_path, "krea/krea-realtime-video", "krea-realtime-video-14b.safetensors")
-    download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
+    (empty := tmp_path / "empty").touch()
+    lay(tmp_path / "hub", "krea/krea-realtime-video", {"krea-realtime-video-14b.safetensors": empty})
+    lay(tmp_path / "hub", "Efficient-Large-Model/LongLive-1.3B", {"models/longlive_base.pt": empty})
     found = rows(alone(tmp_path))
     assert set(found) == set(catalogue.entries()) - BASES
     states = {name: row["on disk"] for name, row in found.items()}
@@ -71,9 +61,10 @@ def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Pat
 
 @pytest.mark.slow
 def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
-    snapshot = download(tmp_path, "gdhe17/Self-Forcing", "checkpoints/self_forcing_dmd.pt")
+    (empty := tmp_path / "empty").touch()
+    lay(tmp_path / "hub", "gdhe17/Self-Forcing", {"checkpoints/self_forcing_dmd.pt": empty})
     tree = json.loads(alone(tmp_path, "self-forcing", "--json"))
-    path = snapshot / "checkpoints" / "self_forcing_dmd.pt"
+    [path] = tmp_path.rglob("self_forcing_dmd.pt")
     assert tree["on_disk"]["weights"] == {"checkpoints/self_forcing_dmd.pt": str(path)}
     assert tree["on_disk"]["autoencoder"] == {"Wan2.1_VAE.pth": None}
     assert tree["schedule"]["timesteps"] == pytest.approx([1000, 937.5, 833.3333, 625], abs=1e-4)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from streamdiff import api
@@ -26,7 +25,6 @@ SIZE = f"{MODEL.spec.width}x{MODEL.spec.height}"
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModelConfig]]:
     """Each time a model was loaded: a very small one."""
-    torch.set_num_threads(1)
     loaded: list[ModelConfig] = []
 
     def load(config: ModelConfig) -> StreamingPipeline:
@@ -126,33 +124,6 @@ def test_resume_makes_what_is_not_there(
     assert (out / "00001.mp4").stat().st_mtime_ns == first
     assert generate("--prompts", prompts, "--output", out, "--resume") == 0
     assert len(loads) == 2, "with nothing to make no model is loaded"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "more", "words"),
-    [
-        ("p.jsonl", "{", (), "p.jsonl:1: the line: Invalid JSON"),
-        ("p.jsonl", '{"prompt": "x"}\n[1]', (), "p.jsonl:2: "),
-        ("p.jsonl", 100_000 * "[", (), "p.jsonl:1: the line: Invalid JSON"),
-        ("p.jsonl", "{}", (), "p.jsonl:1: prompt: Field required"),
-        (
-            "p.jsonl",
-            '{"prompt": "x", "sed": 1}',
-            (),
-            "p.jsonl:1: sed: Extra inputs are not permitted; a line is a JSON object with prompt, seed",
-        ),
-        ("p.jsonl", '{"prompt": "x", "output": "x.avi"}', (), "it ends in .mp4 or .webm, or is a folder"),
-        ("p.txt", "x", ("--prompt-at", "1:y"), "--prompt-at does not go with --prompts"),
-    ],
-)
-def test_a_file_that_cannot_be_carried_out_is_refused_before_a_model_is_loaded(
-    tmp_path: Path, loads: list[ModelConfig], capsys: pytest.CaptureFixture[str],
-    name: str, text: str, more: tuple[str, ...], words: str,
-) -> None:  # fmt: skip
-    (tmp_path / name).write_text(text)
-    assert generate("--prompts", tmp_path / name, "--output", tmp_path / "out", *more) == 2
-    assert words in capsys.readouterr().err
-    assert not loads and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.runner.block_offload import OffloadedBlocks
 from tests.commands.conftest import CHUNK, CHUNKS, Given, checkpoint
-from tests.commands.test_reference_files import files_for
+from tests.commands.test_reference import files_for
 from tests.pipeline.processes import run_ranks
 
 LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
@@ -64,7 +62,6 @@ def over_ranks(given: Given, ranks: int, *layout: str) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_ranks_give_the_bits_of_one_process(given: Given, made: dict[str, Tensor]) -> None:
-    torch.set_num_threads(1)
     for name, options in cases(given).items():
         assert torch.equal(made[name], given.latents(*options)), name
 
@@ -72,20 +69,10 @@ def test_ranks_give_the_bits_of_one_process(given: Given, made: dict[str, Tensor
 @pytest.mark.soak
 @pytest.mark.parametrize("parallel", ["1x4", "2x2"])
 def test_ranks_that_share_stages_give_the_latents_of_one_process(parallel: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     given = checkpoint(tmp_path, layers=4, heads=4)
     made = over_ranks(given, 4, "--parallel", parallel)
     for name, options in cases(given).items():
         torch.testing.assert_close(made[name], given.latents(*options), rtol=0, atol=1e-6)
-
-
-@pytest.mark.soak
-def test_the_command_starts_its_ranks(given: Given, streamdiff_command: Callable[..., CompletedProcess[str]]) -> None:
-    out = given.folder / "started.safetensors"
-    options = cases(given)["staircase, reset"]
-    ended = streamdiff_command(*given.command(*options, "--stages", "4", "--processes", out=out))
-    assert ended.returncode == 0, ended.stderr
-    assert torch.equal(load_file(out)["latents"], given.latents(*options))
 
 
 def test_ranks_are_started_once_everything_has_been_checked(

@@ -9,58 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import Accepted, Applied, FrameBatch, Open, Refused, Save, Saved, SetPrompt, Shown
+from streamdiff.engine.messages import Accepted, Applied, Refused, Save, Saved, SetPrompt
 from streamdiff.models.sampling import blended
-from streamdiff.pipeline.ring import local_parts
-from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.snapshot_header import read_saved_session
-from tests.small import BLUE, CPU, RED, WHITE, small_model
+from tests.engine.test_replay import MODEL, Player, differing
+from tests.small import BLUE, RED, WHITE
 
-MODEL = small_model(2, layers=3)
 RED_TEXT, BLUE_TEXT, WHITE_TEXT = map(MODEL.text.encode, (RED, BLUE, WHITE))
 
 
-class Played:
-    """An engine that plays one session, and what its pipeline was given: (chunk, conditioning, switch)."""
-
-    def __init__(self, stages: int = 1, kv_context: str = "clean", snapshot: bytes | None = None) -> None:
-        self.pipeline = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, stages))
-        self.engine = Engine(self.pipeline, 3 * MODEL.spec.chunk_frames)
-        self.given: list[tuple[int, torch.Tensor, str]] = []
-        self.events: list[Any] = []
-        self.frames: list[Any] = []
-        give = self.pipeline.set_conditioning
-
-        def set_conditioning(session: int, conditioning: torch.Tensor, *, epoch: int, switch: str = "keep") -> None:
-            self.given.append((self.pipeline.next_chunk(session), conditioning, switch))
-            give(session, conditioning, epoch=epoch, switch=switch)
-
-        self.pipeline.set_conditioning = set_conditioning  # type: ignore[method-assign]
-        self.tell(Open("s", "" if snapshot else RED, 3, kv_context=kv_context, snapshot=snapshot))
-
-    def tell(self, command: Any) -> list[Any]:
-        events = self.engine.handle(command)
-        self.events += events
-        return events
-
-    def until_made(self, chunks: int) -> None:
-        """Play until the last frame of so many chunks is made."""
-        while len(self.frames) < chunks * MODEL.spec.chunk_frames:
-            events = self.engine.step(0.1)
-            self.events += events
-            self.frames += [picture for each in events if isinstance(each, FrameBatch) for picture in each.pictures]
-            self.engine.handle(Shown("s", len(self.frames)))
-
-
 @pytest.fixture
-def played() -> Iterator[Played]:
-    played = Played()
+def played() -> Iterator[Player]:
+    played = Player(1)
     yield played
     played.engine.close()
 
 
-def test_each_chunk_has_its_share_and_the_last_one_the_whole(played: Played) -> None:
+def test_each_chunk_has_its_share_and_the_last_one_the_whole(played: Player) -> None:
     played.until_made(2)
     (accepted,) = played.tell(SetPrompt("s", BLUE, "r", over=4))
     assert isinstance(accepted, Accepted)
@@ -75,26 +40,25 @@ def test_each_chunk_has_its_share_and_the_last_one_the_whole(played: Played) -> 
     assert [event.chunk for event in applied] == [0, *range(first, first + 4)] and applied[1].epoch == accepted.epoch
 
 
-def test_the_same_blend_gives_the_same_frames_on_one_stage_and_three() -> None:
-    frames = []
+def test_the_same_blend_gives_the_same_latents_on_one_stage_and_three() -> None:
+    latents = []
     for stages in (1, 3):
-        played = Played(stages)
+        played = Player(stages)
         # Nothing is ahead: the prompt holds from the same chunk on.
         played.tell(SetPrompt("s", BLUE, "r", over=3, along="sphere"))
-        played.until_made(8)
-        frames.append(played.frames[: 8 * MODEL.spec.chunk_frames])
+        latents.append(played.until_made(8))
         played.engine.close()
-    assert all((one == other).all() for one, other in zip(*frames, strict=True))
+    assert differing(*latents) == []
 
 
-def test_a_recache_runs_once_after_the_last_chunk_of_the_blend(played: Played) -> None:
+def test_a_recache_runs_once_after_the_last_chunk_of_the_blend(played: Player) -> None:
     played.until_made(3)
     played.tell(SetPrompt("s", BLUE, "r", "recache", over=3))
     played.until_made(9)
     assert [switch for _, _, switch in played.given] == ["keep", "keep", "recache"]
 
 
-def test_a_prompt_in_the_middle_of_a_blend_begins_where_that_is(played: Played) -> None:
+def test_a_prompt_in_the_middle_of_a_blend_begins_where_that_is(played: Player) -> None:
     played.tell(SetPrompt("s", BLUE, "r", over=100))
     played.until_made(3)
     played.tell(SetPrompt("s", WHITE, "q", over=2))
@@ -105,7 +69,7 @@ def test_a_prompt_in_the_middle_of_a_blend_begins_where_that_is(played: Played) 
     assert torch.equal(last, WHITE_TEXT)
 
 
-def test_a_session_that_is_resumed_in_the_middle_of_a_blend_has_the_whole_prompt(played: Played) -> None:
+def test_a_session_that_is_resumed_in_the_middle_of_a_blend_has_the_whole_prompt(played: Player) -> None:
     played.tell(SetPrompt("s", BLUE, "r", over=100))
     played.until_made(3)
     assert played.tell(Save("s", "save")) == []
@@ -114,7 +78,7 @@ def test_a_session_that_is_resumed_in_the_middle_of_a_blend_has_the_whole_prompt
     data = next(event.data for event in played.events if isinstance(event, Saved))
     saved = read_saved_session(data)
     assert saved.blending and saved.text == MODEL.text.read(BLUE, None).text
-    again = Played(snapshot=bytes(data))
+    again = Player(1, prompt="", snapshot=bytes(data), kv_context=None)
     again.until_made(2)
     assert torch.equal(again.given[0][1], BLUE_TEXT) and len(again.given) == 1
     again.engine.close()
@@ -124,8 +88,8 @@ def test_a_session_that_is_resumed_in_the_middle_of_a_blend_has_the_whole_prompt
     ("blend", "field"),
     [({"over": 0}, "over"), ({"over": 257}, "over"), ({"along": "curve"}, "along"), ({"switch": "flush"}, "over")],
 )
-def test_what_cannot_be_blended_is_refused(played: Played, blend: dict[str, Any], field: str) -> None:
-    (refused,) = played.tell(SetPrompt("s", BLUE, "r", **{"over": 2} | blend))
+def test_what_cannot_be_blended_is_refused(played: Player, blend: dict[str, Any], field: str) -> None:
+    (refused,) = played.engine.handle(SetPrompt("s", BLUE, "r", **{"over": 2} | blend))
     assert isinstance(refused, Refused) and refused.field == field
     played.until_made(2)
     assert not played.given

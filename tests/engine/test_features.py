@@ -1,9 +1,11 @@
 """Features that were made elsewhere: the same frames as of what they stand for, no encoder asked, kept over resets,
-swaps and snapshots, and never another session's."""
+swaps and snapshots, and never another session's. Start pictures: encoded beside the loop, kept over resets, refused
+without harm."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -18,6 +20,7 @@ from tqdm import tqdm
 from streamdiff.commands.convert import encode_clip
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
+    Accepted,
     Close,
     Command,
     Event,
@@ -26,6 +29,7 @@ from streamdiff.engine.messages import (
     LoadFigures,
     Open,
     Opened,
+    Pictures,
     Refused,
     Reset,
     SetActive,
@@ -36,14 +40,15 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.headers import MOTION, NORMALISED
-from streamdiff.models.model import Model
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state.swap_store import SwapStore
+from tests.engine.painted import CHUNK_FRAMES, SIZE, PaintedPipeline, checksum
+from tests.engine.test_prompt_queue import tell
 from tests.saving import saved
 from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
 
-MODEL, DEEP = (small_model(4, layers=layers, sink=2, window=8) for layers in (2, 4))
+MODEL = small_model(4, sink=2, window=8)
 SPEC = MODEL.spec
 FRAMES = SPEC.chunk_frames
 CHUNKS = 4
@@ -75,12 +80,12 @@ def video_latents(seed: int, chunks: int = 3) -> bytes:
 class Place:
     """An engine, and what its sessions have shown."""
 
-    def __init__(self, stages: int = 1, max_rows: int = 1, model: Model = MODEL) -> None:
-        parts = local_parts(model, CPU, stages, max_rows)
+    def __init__(self, stages: int = 1) -> None:
+        parts = local_parts(MODEL, CPU, stages)
         for stage in (parts.stage, *(worker.stage for worker in parts.local)):
             stage.swaps = SwapStore(CPU, None, None)
         encoder = ImageEncoder(lambda: small_encoder(4), SPEC)
-        self.pipeline = StreamingPipeline(model, CPU, max_rows=max_rows, parts=parts, pictures=encoder)
+        self.pipeline = StreamingPipeline(MODEL, CPU, parts=parts, pictures=encoder)
         self.engine = Engine(self.pipeline, 2 * FRAMES)
         self.shown: dict[str, list[np.ndarray]] = {}
         self.encodings: tuple[int, ...] = (0, 0, 0)
@@ -127,11 +132,6 @@ class Place:
         frames = self.play(command.session, chunks)
         self.ask(Close(command.session))
         return frames
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -197,17 +197,6 @@ def test_behind_the_videos_end_chunks_start_from_noise_and_a_reset_begins_it_aga
     place.ask(Reset("a"))
     place.shown["a"].clear()
     assert np.array_equal(place.play("a", 5), whole)
-
-
-@pytest.mark.slow
-def test_stages_change_no_bit() -> None:
-    ring, place = Place(3, model=DEEP), Place(model=DEEP)
-    opened = Open("a", "", kv_context="staircase", prompt_embeds=embeds(RED), video_latents=video_latents(1))
-    try:
-        assert np.array_equal(ring.alone(opened), place.alone(opened))
-    finally:
-        ring.engine.close()
-        place.engine.close()
 
 
 @pytest.mark.slow
@@ -337,3 +326,76 @@ def test_what_cannot_be_together_or_does_not_fit_is_refused_by_name(place: Place
         assert isinstance(refused, Refused) and refused.field == field and words in refused.reason, refused
         assert not place.engine._sessions
     assert place.alone(Open("a", RED)).size
+
+
+def picture(value: int) -> Pictures:
+    return np.full((1, SIZE, SIZE, 3), value, np.uint8)
+
+
+class Held(PaintedPipeline):
+    """Encodes no picture before it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.let = threading.Event(), threading.Event()
+
+    def encode_picture(self, picture: Pictures) -> Pictures:
+        self.begun.set()
+        assert self.let.wait(240)
+        return super().encode_picture(picture)
+
+
+def first_frames(
+    engine: Engine, session: str, count: int = 2 * CHUNK_FRAMES, answers: list[Event] | None = None
+) -> list[np.ndarray]:
+    """The next frames of a session, shown at once; answers that come meanwhile are added to `answers`."""
+    frames: list[np.ndarray] = []
+    while len(frames) < count:
+        for event in engine.step():
+            if answers is not None and isinstance(event, Opened | Accepted):
+                answers.append(event)
+            if isinstance(event, FrameBatch):
+                engine.handle(Shown(event.session, event.first + len(event.pictures)))
+                if event.session == session:
+                    frames += list(event.pictures)
+    return frames
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(PaintedPipeline(), 2 * CHUNK_FRAMES)
+
+
+def test_other_sessions_go_on_while_a_picture_is_encoded_and_its_own_requests_wait() -> None:
+    pipeline = Held()
+    engine = Engine(pipeline, 2 * CHUNK_FRAMES)
+    engine.handle(Open("other", "red"))
+    assert engine.handle(Open("a", "red", image=picture(77))) == []
+    assert pipeline.begun.wait(240)
+    assert len(first_frames(engine, "other", 5 * CHUNK_FRAMES)) >= 5 * CHUNK_FRAMES
+    assert engine.handle(SetPrompt("a", "blue", "p")) == []
+    pipeline.let.set()
+    answers: list[Event] = []
+    frames = first_frames(engine, "a", answers=answers)
+    while len(answers) < 2:  # a text is read beside the stream
+        frames += first_frames(engine, "a", answers=answers)
+    frames += first_frames(engine, "a", 4 * CHUNK_FRAMES)
+    assert [type(event) for event in answers] == [Opened, Accepted]
+    assert (frames[0] == 77).all() and frames[-1][0, 0, 2] == checksum("blue")
+
+
+def test_a_picture_that_cannot_be_encoded_refuses_the_request_alone(engine: Engine) -> None:
+    [refused] = tell(engine, Open("a", "red", image=picture(13)))
+    assert isinstance(refused, Refused) and refused.field == "image"
+    assert refused.reason == "the picture could not be encoded: the painter cannot look at this"
+    tell(engine, Open("a", "red", image=picture(77)))
+    [refused] = tell(engine, Reset("a", None, "r", picture(13)))
+    assert isinstance(refused, Refused) and (refused.field, refused.request) == ("image", "r")
+    assert (first_frames(engine, "a")[0] == 77).all(), "the stream goes on"
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8, 3), (SIZE, SIZE, 3), (2, SIZE, SIZE, 3)])
+def test_a_picture_of_another_size_is_refused(engine: Engine, shape: tuple[int, ...]) -> None:
+    [refused] = engine.handle(Open("a", "red", image=np.zeros(shape, np.uint8)))
+    assert isinstance(refused, Refused) and refused.field == "image"
+    assert f"[1, {SIZE}, {SIZE}, 3]" in refused.reason

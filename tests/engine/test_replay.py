@@ -1,4 +1,5 @@
-"""A played session against its log, which makes the same latents on any number of stages; and timelines, likewise."""
+"""A played session against its log, which makes the same latents on any number of stages; and timelines, likewise.
+`generate` plays both, too."""
 
 from __future__ import annotations
 
@@ -7,18 +8,23 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import streamdiff
+from streamdiff.cli import main
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.engine import change_log, messages
 from streamdiff.engine.change_log import Log, read_log
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.timeline import TimedChange, parse_timeline, placed
-from streamdiff.errors import ConfigError, RequestError
+from streamdiff.errors import ConfigError
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.golden.play import Latents, record
@@ -29,12 +35,21 @@ CHUNK = MODEL.spec.chunk_frames
 
 
 class Player:
-    """An engine that plays one session over real stages, and its latents by chunk."""
+    """An engine that plays one session over real stages, its latents by chunk, and what its pipeline was given: (chunk,
+    conditioning, switch)."""
 
     def __init__(self, stages: int, **given: Any) -> None:
         self.pipeline = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, stages))
         self.latents: Latents = defaultdict(dict)
         record(self.pipeline, self.latents)
+        self.given: list[tuple[int, torch.Tensor, str]] = []
+        give = self.pipeline.set_conditioning
+
+        def set_conditioning(session: int, conditioning: torch.Tensor, *, epoch: int, switch: str = "keep") -> None:
+            self.given.append((self.pipeline.next_chunk(session), conditioning, switch))
+            give(session, conditioning, epoch=epoch, switch=switch)
+
+        self.pipeline.set_conditioning = set_conditioning  # type: ignore[method-assign]
         self.engine = Engine(self.pipeline, 2 * CHUNK)
         self.events: list[Any] = []
         self.made = 0
@@ -337,24 +352,44 @@ def test_a_chunk_waits_for_the_prompt_of_its_timeline_while_that_is_encoded(monk
     player.engine.close()
 
 
-@pytest.mark.parametrize(
-    ("value", "field"),
-    [
-        ({}, ""), ([1], "0"), ([{"at": 1}], "0.prompt"), ([{"steps": 2}], "0.at"),
-        ([{"at": 1, "seconds": 1, "steps": 2}], "0.at"), ([{"at": -1, "steps": 2}], "0.at"),
-        ([{"at": 0, "controls": {"x": 2}}], "0.controls.x"), ([{"at": 0, "prompt": "a", "over": 257}], "0.over"),
-        ([{"at": 0, "steps": 2, "over": 3}], "0.over"), ([{"at": 1, "loop": True}], "0.loop"),
-        ([{"at": 1, "steps": 2}, {"at": 2, "loop": True}, {"at": 3, "steps": 4}], "1.loop"),
-        ([{"at": 0, "steps": 2}, {"at": 0, "loop": True}], "1.loop"), ([{"at": 0, "prompt": "a\0"}], "0.prompt"),
-        ([{"at": 0, "prompt": "a", "switch": "reset"}], "0.switch"), ([{"at": 0, "stepz": 2}], "0.stepz"),
-    ],
-)  # fmt: skip
-def test_what_is_no_timeline_is_refused_by_its_field(value: object, field: str) -> None:
-    with pytest.raises(RequestError) as refusal:
-        parse_timeline(value)
-    assert (refusal.value.field, refusal.value.code) == (field, "timeline")
-
-
 def test_seconds_are_those_of_the_chunk_that_begins_nearest() -> None:
     changes = parse_timeline([{"seconds": 1.26, "steps": 2}, {"at": 1, "steps": 4}, {"seconds": 2, "loop": True}])
     assert [(change.at, change.seconds) for change in placed(changes, 0.5)] == [(1, None), (3, None), (4, None)]
+
+
+TOLD = [{"seconds": 0.3, "prompt": BLUE, "over": 2}, {"at": 4, "steps": 2}, {"at": 5, "loop": True}]
+
+
+def generated_pictures(folder: Path, *options: str) -> np.ndarray:
+    """The frames of a command, as pictures."""
+    assert main.main(["generate", "--output", str(folder), "--overwrite", *options]) == 0
+    return np.stack([np.asarray(Image.open(path)) for path in sorted(folder.glob("*.png"))])
+
+
+@pytest.mark.slow
+def test_a_played_stream_has_the_same_pictures_again(tmp_path: Path) -> None:
+    with streamdiff.open(RED, seed=5) as stream:
+        frames = iter(stream)
+        played = list(islice(frames, 5))
+        stream.set_prompt(BLUE, over=3)
+        played += islice(frames, 40)
+        stream.set_prompt(WHITE)
+        stream.set_steps(2)
+        played += islice(frames, 40)
+        (log := tmp_path / "world.jsonl").write_bytes(stream.log())
+        stream.replay(log)
+        assert np.array_equal(list(islice(iter(stream), len(played))), played)
+    again = generated_pictures(tmp_path / "again", "--replay", str(log), "--stages", "2")
+    assert len(again) >= len(played) and np.array_equal(again[: len(played)], played)
+
+
+@pytest.mark.slow
+def test_a_timeline_makes_the_same_pictures_from_a_file_and_in_a_program(tmp_path: Path) -> None:
+    (path := tmp_path / "timeline.json").write_text(json.dumps(TOLD))
+    given = "--prompt", RED, "--seed", "7", "--seconds", "2", "--timeline", str(path)
+    ring = generated_pictures(tmp_path / "ring", *given, "--stages", "2")
+    with streamdiff.open(RED, seed=7) as stream:
+        stream.timeline(TOLD)
+        assert np.array_equal(list(islice(iter(stream), 80)), ring)
+        log = [json.loads(line) for line in stream.log().splitlines()[1:]]
+    assert [(each["at"], "steps" in each) for each in log[:3]] == [(1, False), (4, True), (6, False)]

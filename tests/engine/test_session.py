@@ -67,19 +67,6 @@ def make(session: Session, *, epoch: int, chunk: int, count: int = CHUNK, chunk_
     return session.made(epoch=epoch, chunk=chunk, pictures=np.zeros((count, 2, 2, 3), np.uint8), chunk_s=chunk_s)
 
 
-def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
-    s = session()
-    make(s, epoch=0, chunk=0)
-    assert s.set_prompt("blue", "", "r1") == [Accepted("s", "r1", 1, "blue", "")]
-    assert pending(s) == [("set_conditioning", "blue", 1, "keep")]
-    assert pending(s) == [], "once"
-    old = make(s, epoch=0, chunk=1)
-    assert not any(isinstance(output, Applied) for output in old), "chunk 1 was under way already"
-    new = make(s, epoch=1, chunk=2)
-    assert new[0] == Applied("s", 1, 2, 2 * CHUNK)
-    assert not any(isinstance(output, Applied) for output in make(s, epoch=1, chunk=3)), "told once"
-
-
 def test_frames_are_numbered_over_chunks_pieces_and_resets() -> None:
     s = session(max_ahead_frames=100)
     batches = [*make(s, epoch=0, chunk=0, count=1), *make(s, epoch=0, chunk=0, count=3, chunk_s=0.5)]
@@ -158,16 +145,6 @@ def test_a_reset_takes_what_was_to_be_skipped_with_it() -> None:
     assert make(s, epoch=2, chunk=0)[0] == Applied("s", 2, 0, CHUNK, skip=False)
 
 
-@pytest.mark.parametrize(("epoch", "chunk"), [(0, 1), (0, 4), (1, 3), (0, -1)])
-def test_frames_out_of_order_are_a_fault(epoch: int, chunk: int) -> None:
-    s = session()
-    make(s, epoch=0, chunk=0)
-    make(s, epoch=0, chunk=1)
-    make(s, epoch=0, chunk=2)
-    with pytest.raises(AssertionError):
-        make(s, epoch=epoch, chunk=chunk)
-
-
 ACTS = st.sampled_from(["chunk", "chunk", "chunk", "show", "prompt", "steps", "take", "reset", "pause", "resume"])
 
 
@@ -211,14 +188,6 @@ def test_whatever_is_asked(acts: list[str]) -> None:
     assert [a.first_frame for a in applied] == [CHUNK * epochs.index(epoch) for epoch in sorted(set(epochs))]
     accepted = [o.epoch for o in outputs if isinstance(o, Accepted)]
     assert accepted == list(range(1, len(accepted) + 1))
-
-
-def test_a_prompt_may_begin_the_stream_afresh() -> None:
-    stream = session()
-    outputs = stream.set_prompt("blue", "a remark", "r1", "reset")
-    assert calls(stream)[0] == ("reset", "blue", stream.seed, 1, None)
-    assert outputs == [Accepted(stream.name, "r1", 1, "blue", "a remark")]
-    assert pending(stream) == [], "it is in force"
 
 
 def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:

@@ -71,7 +71,7 @@ def digest(chunks: dict[int, torch.Tensor]) -> str:
 
 
 def started(stages: int, latents: Latents, rows: int = 1) -> StreamingPipeline:
-    parts = local_parts(MODEL, CPU, stages, rows)
+    parts = local_parts(MODEL, CPU, stages)
     for stage in (parts.stage, *(worker.stage for worker in parts.local)):
         stage.swaps = SwapStore(CPU, None, None)
     pipeline = StreamingPipeline(MODEL, CPU, max_rows=rows, parts=parts)

@@ -6,9 +6,8 @@ By hand: `python -m pytest tests/gpu/test_hot_path.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, Decoding, P
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.graphs import capture_on, one_graph
+from tests.gpu.nccl_rank import no_host_sync
 from tests.pipeline.decode.draining import drain
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
@@ -50,16 +50,6 @@ def model() -> Model:
     model = small_model(3, layers=3, sink=2, heads=2, head_dim=16)
     model.denoiser.model.to("cuda")
     return model
-
-
-@contextmanager
-def no_host_sync() -> Iterator[None]:
-    """torch raises an error where the host waits for the device."""
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kv_context", ORDERS)

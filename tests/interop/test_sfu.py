@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 
 from benchmarks.browser import chromium, console_errors, running_server
 from streamdiff.config import Config, ServeConfig
-from streamdiff.server.outputs.output import Publication
+from streamdiff.server.outputs.output import Publication, parse_target
 from tests.browser.looking import coloured, painted_server, until
 from tests.free_ports import free_ports
 from tests.rules.source import ROOT
@@ -104,7 +104,7 @@ async def test_one_publication_is_watched_by_many_and_goes_on_when_it_is_begun_a
                 assert np.abs(picture[40, 40].astype(int) - COLOURS["red"]).max() < 30
             assert site.state.viewers.count == 0
 
-            other = Publication(whip, site.live.playback, "h264", lambda url: True)
+            other = Publication(parse_target(whip), site.live.playback, lambda url: True, ())
             await other.open()  # takes the place of the one before, and the viewers stay
             await site.until(lambda: other.sender.sent > 20)
             for pc, _ in watching:

@@ -23,7 +23,7 @@ State = dict[str, Tensor]
 
 
 def original_name(name: str) -> str:
-    """What original Wan calls a tensor of diffusers (diffusers' own conversion is asked in test_tensor_names)."""
+    """What original Wan calls a tensor of diffusers (diffusers' own conversion is asked in test_weights)."""
     return Names(NameLayout.WAN).spell(name)
 
 

@@ -1,5 +1,6 @@
 """Files that people have, given by hand: none gives a picture of another model without a word, each that cannot be used
-is named for what it is, and 8-bit weights with scales are the weights that they stand for."""
+is named for what it is, and 8-bit weights with scales are the weights that they stand for. Whose weights a file holds
+is told by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from streamdiff.cli import main
+from streamdiff.api import model_config
+from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.config_file import load as load_config
 from streamdiff.errors import ConfigError
@@ -26,6 +28,7 @@ from streamdiff.models.loader import PARTS, ModelLoader
 from streamdiff.models.resolve import resolve_model
 from streamdiff.models.spec import Lora
 from streamdiff.models.text_encoder import find_text_files
+from streamdiff.models.tiny.model import WEIGHTS
 from tests.hub_cache import lay
 from tests.models.layouts import State, assert_same, load, original, prefixed, save, small_state, write_shards
 from tests.models.text_encoder import umt5
@@ -326,3 +329,64 @@ def test_an_autoencoder_may_have_a_prefix_and_8_bits(prefix: str, dtype: torch.d
     made = [load_autoencoder(path, "decoder", CPU).autoencoder.state_dict() for path in (one, other)]  # type: ignore[attr-defined]
     names = [name for name in made[0] if name.startswith("decoder.")]
     assert names and all(torch.equal(made[0][name], made[1][name]) for name in names)
+
+
+def write(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"never read")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("self_forcing_dmd.pt", "self-forcing"),
+        ("self_forcing_sid.pt", "self-forcing"),
+        ("chunkwise/causal_forcing.pt", "causal-forcing-chunkwise"),
+        ("framewise/causal_forcing.pt", "causal-forcing-framewise"),
+        ("wan_causal_dmd_v2v/model.pt", "streamdiffusionv2-1.3b"),
+        ("krea-realtime-video-14b.safetensors", "krea-realtime-14b"),
+        ("self_forcing_dmd.safetensors", "self-forcing"),  # somebody wrote it anew
+        ("longlive_base.pt", "longlive-1.3b"),
+    ],
+)
+def test_a_published_file_is_known(tmp_path: Path, file: str, name: str) -> None:
+    assert resolve.entry_of(write(tmp_path / file)).name == name
+    assert resolve.entry_of((tmp_path / file).parent).name == name, "the only file of a folder"
+
+
+def test_the_embedded_models_own_folder_is_known() -> None:
+    assert resolve.entry_of(WEIGHTS).name == "tiny"
+
+
+@pytest.mark.parametrize("file", ["causal_forcing.pt", "model.pt", "mine.safetensors", "a.gguf"])
+def test_a_file_that_could_be_several_is_asked_about(tmp_path: Path, file: str) -> None:
+    with pytest.raises(ConfigError):
+        resolve.entry_of(write(tmp_path / file))
+    (folder := tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError):
+        resolve.entry_of(folder)
+
+
+def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
+    """Not the embedded one with foreign weights: also its rate, and the KV context that it was made for."""
+    path = str(write(tmp_path / "wan_causal_dmd_v2v" / "model.pt"))
+    config = main._at_native_rate(main._config(parser.parse(["serve", "--weights", path])))
+    assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "same_step")
+    assert (config.playback.fps, config.serve.upscale) == (16.0, 1)
+    assert model_config({"weights": path}).name == "streamdiffusionv2-1.3b"
+    (tmp_path / "c.yaml").write_text(f"model: {{weights: {path}}}")
+    read = main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")]))
+    assert read.model.name == "streamdiffusionv2-1.3b"
+    named = main._config(parser.parse(["serve", "--weights", path, "--model", "self-forcing"]))
+    assert named.model.name == "self-forcing"
+    with pytest.raises(ConfigError, match="no such file"):
+        resolve.completed(ModelConfig(weights=str(tmp_path / "nowhere.pt")))
+
+
+def test_a_base_is_known_by_its_folder_and_offered_to_nobody(tmp_path: Path) -> None:
+    name = "diffusion_pytorch_model.safetensors"
+    for folder in ("Wan2.1-T2V-1.3B", "Wan2.1-T2V-1.3B-Diffusers/transformer", "models--Wan-AI--Wan2.1-T2V-1.3B/x/y"):
+        assert resolve.entry_of(write(tmp_path / folder / name)).name == "wan2.1-t2v-1.3b"
+    with pytest.raises(ConfigError):
+        resolve.entry_of(write(tmp_path / "fine_tune" / name))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from streamdiff.models.model import Model
-from streamdiff.pipeline.distributed.link import LocalLink
+from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.ring import Ring, local_parts
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline.distributed.local_link import LocalLink
 from tests.small import BLUE, RED, WHITE
 
 CHUNKS, CHUNKS_LONG = 8, 16  # with a window of three chunks: evictions
@@ -35,7 +38,10 @@ def local_ring(
     model: Model, device: torch.device, stages: int = 1, max_rows: int = 1, link: type[LocalLink] = LocalLink
 ) -> Ring:
     """A ring whose stages are all in this process."""
-    return Ring(model, device, max_rows, local_parts(model, device, stages, max_rows, link))
+    rows = max(max_rows, model.spec.first_chunks)
+    onward, back = MessageLayout.between_stages(model, rows), MessageLayout.back_to_head(model, rows)
+    links = [*(link(onward) for _ in range(stages - 1)), link(back)]
+    return Ring(model, device, max_rows, local_parts(model, device, stages, links))
 
 
 def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNKS) -> dict[int, list[torch.Tensor]]:
@@ -93,3 +99,12 @@ OTHER_STEPS = {
     6: Order(WHITE, 11, 4, "same_step", 5, then_steps=2),
     7: Order(RED, 12, 2, "same_step", 5, then_steps=4),
 }
+
+
+def pictures_of(pipeline: StreamingPipeline, count: int) -> list[np.ndarray]:
+    """The next `count` pictures of the only session, and those that come with them."""
+    pictures: list[np.ndarray] = []
+    while len(pictures) < count:
+        pipeline.set_frame_credit(0, 6 * pipeline.info.chunk_frames)
+        pictures += [picture for each in pipeline.step(0.1) for picture in each.pictures]
+    return pictures

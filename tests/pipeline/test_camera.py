@@ -18,7 +18,7 @@ from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from tests.pipeline.playing import Order, local_ring, play, same
+from tests.pipeline.playing import Order, local_ring, pictures_of, play, same
 from tests.saving import save
 from tests.small import CPU, RED, WHITE, small_model, with_camera
 
@@ -75,26 +75,17 @@ def test_what_cameras_do_is_the_same_once_per_chunk_and_step_by_step(name: int) 
 
 
 def test_a_saved_world_looks_where_it_looked() -> None:
-    def opened() -> StreamingPipeline:
-        return StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2))
-
-    def more(pipeline: StreamingPipeline) -> list[np.ndarray]:
-        pictures: list[np.ndarray] = []
-        while len(pictures) < 5 * MODEL.spec.chunk_frames:
-            pipeline.set_frame_credit(0, 6 * MODEL.spec.chunk_frames)
-            pictures += [picture for each in pipeline.step(0.1) for picture in each.pictures]
-        return pictures
-
-    before, after = opened(), opened()
+    before, after = (StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2)) for _ in range(2))
+    count = 5 * MODEL.spec.chunk_frames
     before.open(0, before.text.encode(RED), seed=3, epoch=0, steps=4, kv_context="clean")
     before.set_controls(0, {"look_right": 1.0})
-    more(before)
+    pictures_of(before, count)
     before.set_controls(0, {"look_right": 0.0, "forward": 1.0})  # ahead is where it looks by now
     snapshot, _ = save(before, 0)
     after.resting.load(0, snapshot)
     assert after.sampler.sessions[0].heading.yaw > 0
     after.set_controls(0, {"forward": 1.0})
-    assert all(map(np.array_equal, more(before), more(after)))
+    assert all(map(np.array_equal, pictures_of(before, count), pictures_of(after, count)))
     before.close()
     after.close()
 

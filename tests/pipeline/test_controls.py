@@ -14,7 +14,7 @@ from streamdiff.pipeline.ring import Ring, local_parts
 from streamdiff.pipeline.runner.controls import HeldControls
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.context_process import STEERED
-from tests.pipeline.playing import Order, local_ring, play, same
+from tests.pipeline.playing import Order, local_ring, pictures_of, play, same
 from tests.saving import save
 from tests.small import CONTROLS, CPU, RED, WHITE, small_model
 
@@ -80,29 +80,19 @@ def test_a_recache_runs_the_past_under_the_controls_that_it_had() -> None:
 
 @pytest.mark.parametrize("kv_context", KV_CONTEXTS)
 def test_a_saved_session_has_the_controls_of_chunks_in_flight_and_nobody_holds_any(kv_context: str) -> None:
-    def opened() -> StreamingPipeline:
-        return StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2))
-
-    def more(pipeline: StreamingPipeline, count: int) -> list[np.ndarray]:
-        pictures: list[np.ndarray] = []
-        while len(pictures) < count:
-            pipeline.set_frame_credit(0, 6 * MODEL.spec.chunk_frames)
-            pictures += [picture for each in pipeline.step(0.1) for picture in each.pictures]
-        return pictures
-
-    before, after = opened(), opened()
+    before, after = (StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2)) for _ in range(2))
     before.open(0, before.text.encode(RED), seed=3, epoch=0, steps=4, kv_context=kv_context)
     before.set_controls(0, {"x": 1.0, "jump": 1.0})
-    more(before, 2 * MODEL.spec.chunk_frames)
+    pictures_of(before, 2 * MODEL.spec.chunk_frames)
     for _ in range(3):
         before.step()
     before.set_controls(0, {"x": 0.0, "jump": 0.0})
     before.sampler.sessions[0].held.pressed.clear()
     snapshot, frames = save(before, 0)
     waiting = [picture for each in frames for picture in each.pictures]
-    got = waiting + more(before, 40)
+    got = waiting + pictures_of(before, 40)
     after.resting.load(0, snapshot)
-    assert all(map(np.array_equal, got[len(waiting) :][:40], more(after, 40)))
+    assert all(map(np.array_equal, got[len(waiting) :][:40], pictures_of(after, 40)))
     before.close()
     after.close()
 

@@ -1,9 +1,10 @@
-"""What is told of a device is the device's own time, and a device that does not get on is noticed, named, and left."""
+"""What is told of a device is the device's own time, and a device that does not get on is noticed, named, and left.
+What a chunk and its rows cost."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
@@ -11,10 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import EngineFailure
+from streamdiff.pipeline.build import row_costs
 from streamdiff.pipeline.decode.decode_worker import Decoding
 from streamdiff.pipeline.device_timer import BusyTime, DeviceTimer, HostEvent
+from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.runner.graphs import Tensors
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.pipeline.throughput import ChunkCostMeter
 from tests.pipeline.device import Device
 from tests.small import CPU, RED, small_model
 
@@ -156,3 +163,63 @@ def test_nobody_waits_for_the_decoder_of_a_device_that_is_stuck() -> None:
     assert not woken.is_set(), "it still waits for its device"
     let_go.set()
     woken.wait()
+
+
+def test_time_with_nothing_to_do_costs_nothing() -> None:
+    meter = ChunkCostMeter(0.0, [7.0])  # warming up
+    assert meter.chunk_compute_s() is None
+    meter.finished(0.5, [7.5], [1])  # half a second of work
+    assert meter.chunk_compute_s() == pytest.approx(0.5)
+    meter.finished(61.0, [8.5], [1, 1])  # a minute of waiting for viewers, then two sessions' chunks in a second
+    assert meter.chunk_compute_s() == pytest.approx(0.5)
+
+
+def test_chunks_in_other_numbers_of_steps_count_as_what_they_are() -> None:
+    """Two passes a second: a chunk in 4 steps has five and takes 2.5 s, one in 2 steps three and takes 1.5 s."""
+    usual, fewer = ChunkCostMeter(0.0, [0.0]), ChunkCostMeter(0.0, [0.0])
+    for number in range(1, 8):
+        usual.finished(number * 2.5, [number * 2.5], [1])
+        fewer.finished(number * 1.5, [number * 1.5], [3 / 5])
+    assert usual.chunk_compute_s() == pytest.approx(2.5) == fewer.chunk_compute_s()
+
+
+@pytest.mark.parametrize("pace_s", [0.1, 1.0, 12.0], ids=["many chunks", "some", "one at a time"])
+def test_a_busy_moment_is_forgotten(pace_s: float) -> None:
+    """Chunks that took a second, and then, when the machine was left alone, chunks of a tenth."""
+    meter = ChunkCostMeter(0.0, [0.0])
+    for number in range(1, 11):
+        meter.finished(number * 1.0, [number * 1.0], [1])
+    assert meter.chunk_compute_s() == pytest.approx(1.0)
+    for number in range(1, 600):
+        meter.finished(10 + number * pace_s, [10 + number * 0.1], [1])
+        if number * pace_s > 31 and number >= 5:
+            break
+    assert meter.chunk_compute_s() == pytest.approx(0.1, rel=0.2)
+
+
+def test_in_a_ring_the_busiest_rank_decides() -> None:
+    meter = ChunkCostMeter(0.0, [0.0, 0.0])
+    meter.finished(1.0, [0.0, 0.0], [1])
+    assert meter.chunk_compute_s() is None, "no rank has told yet that it worked"
+    for number in range(2, 20):
+        meter.finished(number * 1.0, [number * 0.1, number * 0.5], [1])
+    assert meter.chunk_compute_s() == pytest.approx(0.5)
+
+
+def test_what_rows_cost_is_measured_on_the_stage_itself_and_leaves_nothing_open() -> None:
+    model = small_model(2)
+    stage = ModelRunner(model, CPU)
+    asked: list[int] = []
+    forward = stage.forward
+
+    def counting(rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+        asked.append(len({row.session for row in rows}))
+        return forward(rows, given)
+
+    stage.forward = counting  # type: ignore[method-assign]
+    costs = row_costs(stage, 6, steps=4, kv_context="clean", memory=RankMemory(10**12))
+    assert len(costs) == 6 and costs == sorted(costs) and costs[0] > 0
+    assert set(asked) == {1, 2, 4, 6} and not stage.sessions
+    asked.clear()
+    assert len(row_costs(stage, 6, steps=4, kv_context="same_step", memory=RankMemory(0))) == 6
+    assert set(asked) == {1}, "there is room for no more"

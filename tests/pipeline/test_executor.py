@@ -7,9 +7,13 @@ import random
 import pytest
 import torch
 
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.distributed.cuda_streams import PacedNoLink
+from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.ring import Ring, RingParts
 from streamdiff.pipeline.runner.init_latents import InitLatents
-from streamdiff.pipeline.runner.sampler import StreamInputs
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
+from tests.pipeline.distributed.fake_device import Device, World
 from tests.pipeline.playing import THREE, local_ring, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -29,6 +33,34 @@ def test_sessions_of_all_contexts_share_the_ring(stages: int, alone: dict[int, l
     together = play(local_ring(MODEL, CPU, stages), MODEL, THREE)
     for name in THREE:
         assert same(together[name], alone[name]), f"session {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_the_host_hands_over_a_forward_when_all_but_one_are_done(
+    seed: int, alone: dict[int, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stage on a device that runs later, in turns that chance decides: the latents stay the same."""
+    device = Device()
+    world, loop, stage = World([device], seed), PacedNoLink(device), ModelRunner(MODEL, CPU)
+    ring = Ring(MODEL, CPU, parts=RingParts(stage, (loop, loop)))
+    carry_out, take_back = stage.carry_out, ring._take_back
+    done, unfinished, woken = list[StageMessage](), list[int](), list[bool]()
+
+    def later(message: StageMessage) -> StageMessage:
+        unfinished.append(len(unfinished) - len(done))
+        device.computing.run(lambda: done.append(message))
+        return carry_out(message)
+
+    def meanwhile(_: float) -> list[Finished]:
+        world.a_while(1)
+        return take_back(0.0)  # the device moves only here: to wait for it would be in vain
+
+    monkeypatch.setattr(stage, "carry_out", later)
+    monkeypatch.setattr(ring, "_take_back", meanwhile)
+    ring.notify(lambda: woken.append(True))
+    assert same(play(ring, MODEL, {1: THREE[1]})[1], alone[1])
+    assert max(unfinished) == 1 and woken
 
 
 @pytest.mark.slow

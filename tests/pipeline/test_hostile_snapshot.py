@@ -21,6 +21,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, Event, FrameBatch, Open, Opened, Refused, SetPrompt, Shown
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
+from streamdiff.pipeline.kv_cache.geometry import cache_geometry
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -52,11 +53,6 @@ VALUES = (
     [1],
     {"class": "dict", "fields": 3},
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class Place:
@@ -211,36 +207,20 @@ def test_every_value_and_tensor_is_anything(kv_context: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_video_without_dimensions_is_refused() -> None:
+def test_what_has_no_dimensions_no_numbers_or_no_meaning_is_refused_by_name() -> None:
     header, tensors = parts(taken("staircase"))
     place = Place(CASES["staircase"], 2)
     odd = {"video": torch.zeros(()), "video_levels": torch.zeros(())}
     assert "video is float32 []" in place.offer(whole(header, tensors | odd))
-    check_other_session(place, CASES["staircase"], 2)
-    place.engine.close()
-
-
-@pytest.mark.slow
-def test_a_tensor_without_numbers_and_with_more_than_can_be_counted_is_refused() -> None:
-    header, tensors = parts(taken("staircase"))
-    place = Place(CASES["staircase"], 2)
     data = whole(header, tensors)
     length = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + length])
-    for name in ("start", "more"):
+    for name in ("start", "more"):  # without numbers, and with more than can be counted
         entries[name] = {"dtype": "U8", "shape": [2**31, 2**31, 2**31, 0], "data_offsets": [0, 0]}
         text = json.dumps(entries).encode()
         why = place.offer(len(text).to_bytes(8, "little") + text + data[8 + length :])
         assert f"tensor '{name}' has the shape [2147483648, 2147483648, 2147483648, 0]" in why
         del entries[name]
-    check_other_session(place, CASES["staircase"], 2)
-    place.engine.close()
-
-
-@pytest.mark.slow
-def test_a_key_that_is_a_list_and_a_text_that_is_no_text_are_refused() -> None:
-    header, tensors = parts(taken("staircase"))
-    place = Place(CASES["staircase"], 2)
     decoder = {"class": "list", "fields": [header["trees"]["decoder"]]}
     keyed = header | {"trees": header["trees"] | {"decoder": {"class": "dict", "fields": [[decoder, 0]]}}}
     assert "key is" in place.offer(whole(keyed, tensors))
@@ -259,6 +239,9 @@ def test_a_header_is_looked_at_first_and_one_that_is_refused_is_not_written(tmp_
             Snapshot.from_bytes(whole(text, tensors))
     with pytest.raises(ConfigError, match=r"has a header of 1,\d+,\d+ bytes; a snapshot's has at most 1,048,576"):
         Snapshot.from_bytes(whole(header | {"more": "x" * MAX_HEADER_BYTES}, tensors))
+    for metadata in (None, {"kind": "streamdiff session", "format": "1", "header": "{}"}):
+        with pytest.raises(ConfigError):
+            Snapshot.from_bytes(save(tensors, metadata))
     with pytest.raises(ConfigError, match="not a safetensors file, or cut off"):
         Snapshot.from_bytes(whole(header, tensors)[:50])
     large = replace(Snapshot.from_bytes(taken("staircase")), about={"more": "x" * MAX_HEADER_BYTES})
@@ -269,3 +252,27 @@ def test_a_header_is_looked_at_first_and_one_that_is_refused_is_not_written(tmp_
     whole_file = whole(header, tensors)
     with pytest.raises(ConfigError, match="of tensors, but"):
         Snapshot.from_bytes(whole_file[:-8])
+
+
+@pytest.mark.slow
+def test_an_adaptive_rings_queue_a_chunk_in_flight_and_the_first_visible_chunk_have_bounds() -> None:
+    header, tensors = parts(taken("same_step"))
+    place = Place(CASES["same_step"], 2)
+    ring = cache_geometry(CASES["same_step"].spec, "same_step", steps=4)
+    queues = [name for name in tensors if "queue" in name]
+    assert queues
+    for name in queues:
+        # the next of the slots behind the sink, how many of the sink's wait, the first that waits
+        for column, beyond in enumerate((ring.slots - ring.pinned, ring.slots + 1, ring.pinned)):
+            for value in (-1, beyond):
+                queue = tensors[name].clone()
+                queue[..., column] = value
+                assert "queue" in place.offer(whole(header, tensors | {name: queue})), (name, column, value)
+    # A finished chunk in flight would stay there, and the stream stand still behind it.
+    entered = next(path for path in leaves(header) if path[-1] == "entered")
+    assert "chunks[0].entered is 3 in the snapshot" in place.offer(whole(changed(header, entered, 3), tensors))
+    visible = [path for path in leaves(header) if path[-1] == "visible_from_chunk" and "sampler" in path]
+    assert visible
+    for path in visible:
+        assert "visible_from_chunk" in place.offer(whole(changed(header, path, 10**6), tensors))
+    place.engine.close()

@@ -1,4 +1,5 @@
-"""An endless stream takes no more memory, files or list entries at its end than at its beginning."""
+"""An endless stream takes no more memory, files or list entries at its end than at its beginning; nor does a ring of
+real processes: legs of ten chunks, and in `make soak` 10,000 chunks in legs of a hundred."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode import decode_worker
@@ -17,6 +17,7 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
 from tests.pipeline.decode.draining import drain
+from tests.pipeline.growth_process import faults, grow
 from tests.small import BLUE, CPU, RED, small_model
 
 pytestmark = pytest.mark.slow
@@ -35,50 +36,6 @@ def run(ring: Ring, model: Model, chunks: int, first_epoch: int) -> None:
         if finished and done % 50 == 0:
             ring.set_conditioning(0, texts[done // 50 % 2], epoch=first_epoch + done)
         done += len(finished)
-
-
-def kept(ring: Ring) -> dict[str, int]:
-    """Lengths of everything that could grow, and the addresses of what must stay where it is."""
-    stage, head = ring.stage.sessions[0], ring.sampler.sessions[0]
-    state = ring.scheduler._sessions[0]
-    assert len(stage.text) <= 3 and len(head.latents) <= 5 and len(state.chunks) <= 5
-    return {
-        "key": stage.state.key.data_ptr(),
-        "value": stage.state.value.data_ptr(),
-        "bytes": walk.nbytes(stage.state),
-        "sessions": len(ring.scheduler._sessions) + len(ring.sampler.sessions) + len(ring.stage.sessions),
-        "files": PROCESS.num_fds(),
-        "threads": PROCESS.num_threads(),
-    }
-
-
-def flat(chunks: int, kv_context: str) -> None:
-    model = small_model(6, layers=1)
-    ring = Ring(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
-    run(ring, model, 120, 1)
-    gc.collect()
-    before, memory, objects = kept(ring), PROCESS.memory_info().rss, len(gc.get_objects())
-    run(ring, model, chunks, 1000)
-    gc.collect()
-    after = kept(ring)
-    for name in ("files", "threads"):  # of the process, where those of tests before may end meanwhile
-        assert after.pop(name) <= before.pop(name), name
-    assert after == before
-    assert len(gc.get_objects()) - objects < 200
-    assert PROCESS.memory_info().rss - memory < 8 * MEBIBYTE
-    assert all(torch.isfinite(latents).all() for latents in ring.sampler.sessions[0].latents.values())
-
-
-LONG = (("staircase", 400), ("same_step", 400), ("clean", 10_000), ("staircase", 10_000))
-
-
-@pytest.mark.parametrize(
-    ("kv_context", "chunks"), [("clean", 400), *(pytest.param(*more, marks=pytest.mark.soak) for more in LONG)]
-)
-def test_memory_files_and_lists_are_flat(kv_context: str, chunks: int, capfd: pytest.CaptureFixture[str]) -> None:
-    flat(chunks, kv_context)
-    assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "same_step"])
@@ -127,3 +84,16 @@ def test_the_decoding_side_is_flat_too(monkeypatch: pytest.MonkeyPatch) -> None:
     drain(runtime.decoding)
     assert not memories, "a stream that ended is forgotten"
     runtime.close()
+
+
+LIMIT_S = 6 * 3600.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "legs", "leg"), [(2, 12, 10), pytest.param(4, 100, 100, marks=pytest.mark.soak)])
+def test_ranks_are_flat_while_prompts_change_and_sessions_come_and_go(stages: int, legs: int, leg: int) -> None:
+    ranks = grow(stages, legs, leg, LIMIT_S)
+    assert [len(found) for found in ranks] == [legs] * stages
+    for rank, found in enumerate(ranks):
+        assert not faults(found), f"rank {rank}"
+    assert all(found[-1]["sessions"] >= 3 and found[-1]["tensors"] > 10 for found in ranks), "nothing was counted"

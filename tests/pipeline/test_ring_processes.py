@@ -49,7 +49,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def plain() -> dict[tuple[str, int], list[torch.Tensor]]:
     """Every session by itself, in this process, on one stage."""
-    torch.set_num_threads(1)
     return {
         (dtype, name): play(Ring(model_of(dtype), CPU), model_of(dtype), {name: order}, CHUNKS_LONG)[name]
         for dtype in ("float32", "bfloat16")

@@ -30,7 +30,6 @@ from tests.small import BLUE, CPU, RED
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(state_exchange, "_LEAST_BYTES", 1)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 
 from streamdiff.core import Frames
 from streamdiff.errors import ConfigError, RequestError
@@ -134,22 +134,3 @@ def test_what_does_not_fit_is_refused_by_name(snapshot: Snapshot, model: Model, 
     pipeline.open(0, pipeline.text.encode(RED), seed=1, epoch=9, steps=4, kv_context="clean")
     play(pipeline, [], CHUNK)  # the slot is free, and the ring goes on
     pipeline.close()
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        None, {"kind": "streamdiff session", "format": "1", "header": "{}"},
-        {"kind": "streamdiff session", "format": "2", "header": "{"},
-    ],
-)  # fmt: skip
-def test_a_file_that_is_no_snapshot_is_refused(metadata: dict[str, str] | None, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with pytest.raises(ConfigError):
-        Snapshot.from_bytes(mapped(path))
-    path.write_bytes(b"\x80\x04" * 40)
-    with pytest.raises(ConfigError):
-        Snapshot.from_bytes(mapped(path))
-    save_file({"a": torch.ones(1)}, path, metadata)
-    with pytest.raises(ConfigError):
-        Snapshot.from_bytes(mapped(path))

@@ -11,7 +11,7 @@ import torch
 from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.pipeline.ring import Ring
-from tests.pipeline.playing import OTHER_STEPS, THREE, Order, local_ring, play, same
+from tests.pipeline.playing import OTHER_STEPS, Order, local_ring, play, same
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -43,18 +43,6 @@ def test_chunks_before_the_change_stay_and_those_after_equal_the_reference(order
     ).chunks(CHUNKS)
     for one, expected in zip(got, reference, strict=True):
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest.mark.soak)])
-def test_any_number_of_stages_and_any_company_gives_the_same(stages: int) -> None:
-    """All at once, beside sessions whose steps do not change."""
-    model = small_model(3, layers=3, sink=2)
-    orders = THREE | OTHER_STEPS
-    together = play(local_ring(model, CPU, stages), model, orders, CHUNKS)
-    for name, order in orders.items():
-        alone = play(Ring(model, CPU), model, {name: order}, CHUNKS)[name]
-        assert same(together[name], alone), f"session {name}: {order}"
 
 
 def entered(ring: Ring, orders: dict[int, int], turns: int) -> list[MicroStep]:

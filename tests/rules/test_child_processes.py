@@ -62,9 +62,8 @@ def test_the_rule_sees_the_children_there_are() -> None:
         if isinstance(node, ast.Call) and starts(node)
     }
     assert seen >= {
-        "streamdiff.engine.process.engine_process",
+        "streamdiff.child_process",
         "streamdiff.engine.process.launcher",
-        "streamdiff.server.outputs.output",
     }
 
 

@@ -123,11 +123,11 @@ class Peer:
             self.messages.append(json.loads(text))
             self.arrived.set()
 
-    async def message(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The first message that has all the wanted fields; waits for it."""
+    async def message(self, wanted: dict[str, Any], start: int = 0) -> dict[str, Any]:
+        """The first message from number `start` on that has all the wanted fields; waits for it."""
         async with asyncio.timeout(LIMIT_S):
             while True:
-                for message in self.messages:
+                for message in self.messages[start:]:
                     if wanted.items() <= message.items():
                         return message
                 self.arrived.clear()
@@ -246,7 +246,7 @@ async def open_site(
     limits = httpx.Limits(max_connections=None)
     try:
         async with (
-            attach_engine(app, config, client, client.ready) as state,
+            attach_engine(app, config, client) as state,
             httpx.AsyncClient(base_url=base, timeout=LIMIT_S, limits=limits) as http,
         ):
             site = Site(base, http, client, state, http_server)

@@ -77,16 +77,6 @@ async def test_a_flood_of_messages_is_cut_and_the_video_goes_on() -> None:
         assert sum(message.get("code") == "rate_limited" for message in peer.messages) < 20
 
 
-async def test_channels_that_are_not_for_control_are_closed() -> None:
-    async with open_site() as site:
-        peer = await site.offer()
-        other = peer.pc.createDataChannel("gossip")
-        await site.post(peer)
-        await peer.message({"type": "hello"})
-        await site.until(lambda: other.readyState == "closed")
-        assert peer.channel.readyState == "open"
-
-
 class PlanesPainter(Painter):
     """Hands out YUV420, as an engine on a GPU does."""
 

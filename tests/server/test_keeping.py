@@ -202,7 +202,7 @@ async def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is
         monkeypatch.setattr(live, "ask", save)
         changing = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
         await site.until(lambda: any(isinstance(each, SetPrompt) for each in site.client.sent))
-        await site.state.manager.hand_over()
+        await site.state.manager.keeper.hand_over(site.state.manager.sessions)
         assert refused and (tmp_path / "default.session").exists()
         await changing
 

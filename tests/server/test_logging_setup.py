@@ -89,7 +89,7 @@ def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
 def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("streamdiff.server.some")
     with logging_setup.configure(ServeConfig(log_format="json")):
-        logger.warning("low %s", "ink", extra=logging_setup.log_fields(left_ml=3, path=os))
+        logger.warning("low %(what)s", {"what": "ink", "left_ml": 3, "path": os})
         try:
             raise ValueError("no\nink")
         except ValueError:

@@ -1,9 +1,11 @@
-"""The whole server as a process: addresses, ports, Ctrl-C, and the end of the engine."""
+"""The whole server as a process: addresses, ports, Ctrl-C, the end of the engine, and a trace of what it does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import json
 import re
 import signal
 import socket
@@ -15,9 +17,10 @@ import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline.profiler import TRACE
 from streamdiff.server import main
 from tests import fork_server
-from tests.server.test_restart import LIMIT_S, serving, start, watching
+from tests.server.test_restart import LIMIT_S, MODEL, serving, start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -45,18 +48,6 @@ def test_it_serves_and_ends_clean(number: signal.Signals, python: str | None) ->
     server.process.wait(LIMIT_S)
     assert (server.close(), server.complaints) == (0, "")
     assert not any(each.is_running() for each in children)
-
-
-async def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
-    async with serving() as (_, http):
-        port = str(http.base_url.port)
-        second = start("--port", port)
-        assert second.process.wait(LIMIT_S) == second.close() == 2
-        [line] = second.complaints.splitlines()
-        assert port in line
-        assert "in use" in line
-        assert "--port" in line
-        assert (await http.get("/healthz")).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["203.0.113.77", "no.such.host.invalid"])
@@ -116,3 +107,18 @@ async def test_silent_connections_leave_descriptors_for_health_and_the_log_short
             assert [httpx.get(f"{url}healthz", timeout=20).status_code for _ in range(5)] == [200] * 5
         assert httpx.get(f"{url}api/state", timeout=20).status_code == 200
     assert server.complaints == ""
+
+
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.soak), 2])
+async def test_a_stream_that_is_watched_is_traced(tmp_path: Path, stages: int) -> None:
+    (tmp_path / "alone.yaml").write_text("serve: {warm_standby: false}")  # no spare takes the engine's time
+    options = ("--config", str(tmp_path / "alone.yaml"), "--profile", str(tmp_path / "costs"))
+    ring = ("--stages", "2", "--kv-context", "staircase") if stages == 2 else ()
+    async with serving(*options, *ring, program=MODEL) as (server, http), watching(http), asyncio.timeout(LIMIT_S):
+        while "streamdiff: trace of 4 chunks" not in server.complaints:
+            await asyncio.sleep(0.05)
+    assert [path.name for path in (tmp_path / "costs").iterdir()] == [TRACE]
+    with gzip.open(tmp_path / "costs" / TRACE, "rt") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"aten::scaled_dot_product_attention", "aten::addmm"} <= names
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 4

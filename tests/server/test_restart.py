@@ -64,13 +64,7 @@ class Watching(Peer):
 
     async def after(self, start: int, wanted: dict[str, Any]) -> dict[str, Any]:
         """The first message from number `start` on that has all the wanted fields; waits for it."""
-        async with asyncio.timeout(LIMIT_S):
-            while True:
-                for message in self.messages[start:]:
-                    if wanted.items() <= message.items():
-                        return message
-                self.arrived.clear()
-                await self.arrived.wait()
+        return await self.message(wanted, start)
 
 
 class Gate:

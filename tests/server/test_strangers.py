@@ -170,16 +170,3 @@ def test_what_the_engine_wrote_is_told_to_those_who_may_steer_only(tmp_path: Pat
             assert not any("of-a-secret" in str(message) for message in peers[None].messages)
 
     _run(tmp_path, scene)
-
-
-def test_where_no_token_is_needed_every_session_is_listed_and_watched() -> None:
-    async def scene(site: Site) -> None:
-        opened = (await site.http.post("/api/sessions", json={"prompt": SECRET})).json()
-        listed = (await site.http.get("/api/sessions")).json()["sessions"]
-        assert [each["prompt"] for each in listed][1:] == [SECRET]
-        peer = await site.offer()
-        assert (await site.post(peer, session=opened["id"])).status_code == 201
-        assert _is(_colour(await peer.frame()), "blue")
-        assert opened["id"] in (await site.http.get("/metrics")).text
-
-    run_scene(scene)

@@ -9,10 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
-from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny import model
-from streamdiff.models.tiny.model import TEXT_TOKENS, TinyText
-from tests.small import CPU
+from tests.small import CPU, untrained_autoencoder
 from training import __main__ as command
 from training import autoencoder as stage_one
 from training import batches, denoiser
@@ -23,14 +20,6 @@ VAE = "vae/diffusion_pytorch_model.safetensors"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training of the embedded model")]
 
 
-@pytest.fixture(scope="module")
-def autoencoder() -> TAEHV:
-    torch.manual_seed(0)
-    made = TAEHV(stage_one.AUTOENCODER)
-    stage_one.initialise(made)
-    return made
-
-
 @pytest.fixture
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools and few statistics: encoding the usual ones takes longer than the test."""
@@ -39,34 +28,9 @@ def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(denoiser, "KEPT", 4)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("few_windows")
-@pytest.mark.soak
-def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    arguments = ["--out", str(out), "--batch", "1", "--threads", "1"]
-    assert command.main([*arguments, "--steps", "1"]) == 0
-    made = model.load_model(out / "model", CPU)
-    assert (made.spec.width, made.spec.height, made.spec.text_shape) == (256, 256, (TEXT_TOKENS, 64))
-    assert isinstance(made.text, TinyText)
-    reading = made.text.read("a sunflower by the sea", None)
-    assert "yellow star" in reading.text
-    assert made.text.encode(reading.text).shape == (TEXT_TOKENS, 64)
-    decoder = made.decoder
-    assert decoder is not None
-    assert decoder.decode(torch.zeros(1, 16, 3, 16, 16), decoder.new_memory()).shape == (12, 256, 256, 3)
-    assert command.main([*arguments, "--steps", "2", "--stage", "denoiser"]) == 0
-    assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 2
-    assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
-    begin = ["--stage", "denoiser", "--begin", str(out / "model"), "--steps", "1"]
-    assert command.main(["--out", str(tmp_path / "again"), *arguments[2:], *begin]) == 0
-    assert not (tmp_path / "again" / "autoencoder.pt").exists(), "it was there"
-    again = tmp_path / "again" / "model"
-    assert (again / "vae" / "config.json").is_file()
-
-
-@pytest.mark.usefixtures("few_windows")
-def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path, autoencoder: TAEHV) -> None:
+def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
+    autoencoder = untrained_autoencoder()
     torch.manual_seed(3)
     network = Network()
     channels = stage_one.AUTOENCODER.latent_channels
@@ -86,7 +50,8 @@ def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path, autoencoder
     assert torch.allclose(state["mean"], mean) and torch.allclose(state["std"], std)
 
 
-def test_a_decoder_is_trained_alone_and_all_else_of_the_model_stays(autoencoder: TAEHV, tmp_path: Path) -> None:
+def test_a_decoder_is_trained_alone_and_all_else_of_the_model_stays(tmp_path: Path) -> None:
+    autoencoder = untrained_autoencoder()
     begin, out = tmp_path / "begin", tmp_path / "run"
     channels = stage_one.AUTOENCODER.latent_channels
     save_model(begin, autoencoder, torch.zeros(channels), torch.full((channels,), 2.0), None, {})

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
 from streamdiff.models.transformer.wan import add_controls, attend
+from tests.small import untrained_autoencoder
 from training.__main__ import stream_settings
-from training.autoencoder import AUTOENCODER, initialise
+from training.autoencoder import AUTOENCODER
 from training.batches import Pool, TrackEncoder
 from training.denoiser import lesson_of
 from training.model_folder import save_model
@@ -23,10 +23,7 @@ from training.world.tracks import CONTROLS, KEYBOARD
 
 @pytest.fixture(scope="module")
 def pool() -> Pool:
-    torch.manual_seed(0)
-    autoencoder = TAEHV(AUTOENCODER)
-    initialise(autoencoder)
-    made = Pool(TrackEncoder(autoencoder.eval(), torch.zeros(16), torch.ones(16), Network().tokens), 2)
+    made = Pool(TrackEncoder(untrained_autoencoder().eval(), torch.zeros(16), torch.ones(16), Network().tokens), 2)
     made.grow(2, torch.Generator().manual_seed(1))
     return made
 

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
-from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.scene import Scene, Thing
-from tests.small import CPU
-from training import autoencoder as clips
+from tests.small import CPU, dice, untrained_autoencoder
 from training import denoiser
-from training.autoencoder import initialise
 from training.batches import TrackEncoder
 from training.denoiser import rollout_step
 from training.network import Network
@@ -27,10 +24,6 @@ from training.rows import LEVELS
 from training.scene_rows import COLUMN, row_of
 from training.world.render import render
 from training.world.tracks import CONTROLS, PAN, SCROLL, Streams, Track, join, shares_of_light
-
-
-def dice(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def frame_of(scene: Scene) -> Track:
@@ -88,10 +81,7 @@ def numbers(scenes: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def pasts() -> OwnPasts:
-    torch.manual_seed(0)
-    autoencoder = TAEHV(clips.AUTOENCODER)
-    initialise(autoencoder)
-    return OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 3, dice())
+    return OwnPasts(TrackEncoder(untrained_autoencoder(), torch.zeros(16), torch.ones(16), numbers), 3, dice())
 
 
 @pytest.mark.slow

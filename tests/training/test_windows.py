@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.scene import MOTIONS, THING_TABLES, Scene
+from tests.small import dice, untrained_autoencoder
 from training import autoencoder as clips
 from training import denoiser as train_denoiser
-from training.autoencoder import initialise
 from training.batches import Pool, TrackEncoder
 from training.network import Network
 from training.scene_rows import COLUMN, FIELDS, from_row, row_of
@@ -26,23 +25,11 @@ from training.world.tracks import PARTS, SIZE, Track, homes
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training of the embedded model")]
 
 
-def dice(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.fixture(scope="module")
-def autoencoder() -> TAEHV:
-    torch.manual_seed(0)
-    made = TAEHV(clips.AUTOENCODER)
-    initialise(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def pool(autoencoder: TAEHV) -> Pool:
+def pool() -> Pool:
     channels = clips.AUTOENCODER.latent_channels
     tokens = Network().tokens
-    made = Pool(TrackEncoder(autoencoder, torch.zeros(channels), torch.ones(channels), tokens), capacity=6)
+    made = Pool(TrackEncoder(untrained_autoencoder(), torch.zeros(channels), torch.ones(channels), tokens), capacity=6)
     made.grow(6, dice(1))
     return made
 
@@ -74,7 +61,7 @@ class NotedTracks(TrackEncoder):
     """Keeps what it should draw and encode."""
 
     def __init__(self) -> None:
-        super().__init__(TAEHV(clips.AUTOENCODER), torch.zeros(16), torch.ones(16), lambda scenes: scenes)
+        super().__init__(untrained_autoencoder(), torch.zeros(16), torch.ones(16), lambda scenes: scenes)
         self.noted: list[tuple[Track, bool]] = []
 
     def latents_of(self, track: Track, things: bool = True) -> torch.Tensor:

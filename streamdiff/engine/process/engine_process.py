@@ -14,7 +14,7 @@ import re
 import shutil
 import signal
 import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import STDOUT, Process
 from collections import deque
 from contextlib import aclosing
 from pathlib import Path
@@ -155,18 +155,11 @@ class EngineProcess:
         self._ipc = EngineClient(self._folder)
         launches = self._config.model.ranks > 1 and "RANK" not in os.environ
         launcher = ("streamdiff.engine.process.launcher", "--module") if launches else ()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *launcher, self._module),
-            *("--address", str(self._folder), *more),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=STDOUT,
-            env=child_process.environment(),
-            # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order. The session stays
-            # the web process's: Linux divides cores between sessions first, which starved one of the two for half a
-            # second where other processes took all cores (docs/decisions/0056-playback-delay.md).
-            process_group=0,
-        )
+        words = *launcher, self._module, "--address", str(self._folder), *more
+        # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order. The session stays
+        # the web process's: Linux divides cores between sessions first, which starved one of the two for half a
+        # second where other processes took all cores (docs/decisions/0056-playback-delay.md).
+        self._process = await child_process.start(*words, stderr=STDOUT, process_group=0)
         self._watching = asyncio.create_task(self._watch(self._process, self._ipc), name="engine-watch")
 
     async def _until_ready(self, ipc: EngineClient) -> Ready:
@@ -193,7 +186,9 @@ class EngineProcess:
             rest = rest[-_LINE_CHARACTERS:]
         self._keep_lines([rest])
         code = await process.wait()
-        ipc.end(None if self._stopping else Failed(self._end_reason(code) + self._last_output()))
+        output = "".join(f"\n  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
+        wrote = f"; the last it wrote:{output}" if output else "; it wrote nothing"
+        ipc.end(None if self._stopping else Failed(self._end_reason(code) + wrote))
         return code
 
     def _end_reason(self, code: int) -> str:
@@ -230,15 +225,6 @@ class EngineProcess:
             self._last_lines.append(line)
             if self._config.serve.log_format == "json":
                 output_log.info("%s", line)
-
-    def _last_output(self) -> str:
-        if not self._last_lines:
-            return "; it wrote nothing"
-        return "; the last it wrote:\n" + "\n".join(f"  {line[:_LINE_CHARACTERS]}" for line in self._last_lines)
-
-    async def ended(self) -> str:
-        """Wait until the process has ended; returns how, after the word "ended"."""
-        return name_exit(await self.wait())
 
     async def wait(self) -> int:
         """Wait until the engine process has ended, for whatever reason; returns its exit code (negative: a signal)."""

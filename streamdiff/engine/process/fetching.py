@@ -6,14 +6,11 @@ Not in the engine, which is given up when it is silent for too long while it loa
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import sys
-from asyncio.subprocess import PIPE
 from collections.abc import Callable
 
-from streamdiff.child_process import environment
+from streamdiff import child_process
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process.engine_process import name_exit
 from streamdiff.errors import ConfigError, EngineFailure
@@ -33,13 +30,8 @@ async def fetch(config: ModelConfig, tell: Callable[[DownloadProgress], None]) -
     """
     if not resolve.to_fetch(config):
         return
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "streamdiff.models.download"),
-        stdin=PIPE,
-        stdout=PIPE,
-        env=environment(),
-        start_new_session=True,  # Ctrl-C is for the web process, which then ends this one
-    )
+    # In a session of its own: Ctrl-C is for the web process, which then ends this one.
+    process = await child_process.start("streamdiff.models.download", start_new_session=True)
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(config.model_dump_json().encode() + b"\n")
@@ -54,9 +46,4 @@ async def fetch(config: ModelConfig, tell: Callable[[DownloadProgress], None]) -
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()  # it removes partial files, which are not resumed
-        try:
-            async with asyncio.timeout(LEAVE_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await child_process.end(process, LEAVE_S)

@@ -203,7 +203,8 @@ def _run(address: Path, stop: Stop, load: Callable[[ModelConfig], StreamingPipel
     except Exception as error:
         # The one outer frame of this process: it says where the sessions were, and re-raises the error.
         error.add_note(f"in the engine process, {engine.describe() if engine else 'while loading the model'}")
-        server.send(Failed(_reason(error)))
+        what = str(error) if isinstance(error, EngineFailure) else f"{type(error).__name__}: {error}"
+        server.send(Failed("; ".join([what, *error.__notes__])))
         raise
     finally:
         if engine is not None:
@@ -229,12 +230,6 @@ def work_for_rank_0(work: Callable[[], None]) -> int:
         threading.Event().wait(_ORPHAN_LIMIT_S)
         return EXIT_CONFIG
     return 0
-
-
-def _reason(error: Exception) -> str:
-    """One line for the page and the log."""
-    what = str(error) if isinstance(error, EngineFailure) else f"{type(error).__name__}: {error}"
-    return "; ".join([what, *getattr(error, "__notes__", [])])
 
 
 def main_and_end(argv: Sequence[str] | None = None) -> NoReturn:

@@ -17,7 +17,7 @@ from zmq import ZMQError
 
 from streamdiff import clock
 from streamdiff.engine.messages import Command, Event, Failed, Ready
-from streamdiff.engine.process.engine_process import EngineProcess
+from streamdiff.engine.process.engine_process import EngineProcess, name_exit
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 
@@ -120,10 +120,17 @@ class EngineSupervisor:
                 f"restart {self._restarts.count} of at most {self._restarts.most} within {self._restarts.window_s:g} s"
             )
             logger.warning("%s\nThe engine is started again in %g s (%s).", reason, wait_s, which)
-            yield Restarting(_first_line(reason), max(1, math.ceil(wait_s + self._expected_s())))
+            spare = self._standby is not None and self._standby.alive
+            start_s = self._start_times_s.get(spare, self._start_times_s[False])  # as long as the last of its kind
+            yield Restarting(_first_line(reason), max(1, math.ceil(wait_s + start_s)))
             await self._engine.stop()
             await asyncio.sleep(wait_s)
-            self._engine, was_standby = await self._next_engine()
+            await self._stop_standby_watch()
+            if self._standby is not None and not self._standby.alive:
+                await self._standby.stop()
+                self._standby = None
+            was_standby = self._standby is not None
+            self._engine, self._standby = self._standby or self._make(), None
             begun_s = clock.monotonic_s()
             try:
                 ipc = await self._engine.start()
@@ -136,20 +143,6 @@ class EngineSupervisor:
         logger.warning("The engine runs again after %.1f s.", clock.monotonic_s() - failed_s)
         await self._start_standby()
         yield self._engine.ready
-
-    def _expected_s(self) -> float:
-        """How long the next start may take: as long as the last of its kind, where there was one."""
-        spare = self._standby is not None and self._standby.alive
-        return self._start_times_s.get(spare, self._start_times_s[False])
-
-    async def _next_engine(self) -> tuple[EngineProcess, bool]:
-        """The standby engine if it is alive, else a new one; and which of them it is."""
-        await self._stop_standby_watch()
-        if self._standby is not None and not self._standby.alive:
-            await self._standby.stop()
-            self._standby = None
-        waiting, self._standby = self._standby, None
-        return waiting or self._make(), waiting is not None
 
     async def _start_standby(self) -> None:
         """Have another spare wait. That there is none, for want of processes or files, is no fault of the engine."""
@@ -166,7 +159,7 @@ class EngineSupervisor:
 
     async def _watch_standby(self, spare: EngineProcess) -> None:
         """Replace a standby engine that dies, after a pause, as memory may be short."""
-        how = await spare.ended()
+        how = name_exit(await spare.wait())
         logger.warning("The spare engine ended %s; another starts in %g s.", how, SPARE_AGAIN_S)
         await spare.stop()
         await asyncio.sleep(SPARE_AGAIN_S)

@@ -17,23 +17,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder import picture_decoder
 from streamdiff.models.autoencoder.memory_size import TaehvConfig as TaehvConfig
-from streamdiff.models.autoencoder.picture_decoder import (
-    WAN_CHANNELS,
-    WAN_MEAN,
-    WAN_STD,
-    DecoderState,
-    Normalisation,
-    check_shape,
-    split_whole,
-)
+from streamdiff.models.autoencoder.picture_decoder import DecoderState, Normalisation
 from streamdiff.models.weight_files import validated
 from streamdiff.session_state.fields import STATE, session_state
 
@@ -230,8 +223,7 @@ class TAEHV(nn.Module):
 
 TAEHV_CLASS = "TAEHV"
 """What `config.json` calls it."""
-LatentSpace = Literal["normalised", "raw"]
-_PUBLISHED: dict[str, LatentSpace] = {
+_PUBLISHED = {
     "taew2_1": "normalised",
     "taew2_2": "normalised",
     "lighttaew2_1": "raw",
@@ -283,7 +275,7 @@ class TaehvAutoencoder:
         Raises:
             ValueError: latents of another shape than that, or than the stream began with.
         """
-        check_shape("latents", latents, self.latent_channels)
+        picture_decoder.check_shape("latents", latents, self.latent_channels)
         frames = self.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
         return frames.transpose(1, 2) * 2 - 1
 
@@ -293,7 +285,7 @@ class TaehvAutoencoder:
 
     def past(self, latents: Tensor, memory: TaehvMemory) -> DecoderState:
         """See `VideoAutoencoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
-        check_shape("latents", latents, self.latent_channels)
+        picture_decoder.check_shape("latents", latents, self.latent_channels)
         return memory.past or self.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 
     def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor]:
@@ -334,8 +326,8 @@ class TaehvAutoencoder:
         Raises:
             ValueError: frames of another shape; sides that are no multiple of `spatial`.
         """
-        batch, height, width = check_shape("frames", video, 3, self.spatial)
-        whole, memory.pending = split_whole(memory.pending, video, self.temporal, self.temporal)
+        batch, height, width = picture_decoder.check_shape("frames", video, 3, self.spatial)
+        whole, memory.pending = picture_decoder.split_whole(memory.pending, video, self.temporal, self.temporal)
         if not whole.shape[2]:
             shape = (batch, self.latent_channels, 0, height // self.spatial, width // self.spatial)
             return video.new_empty(shape, dtype=torch.float32)
@@ -360,22 +352,18 @@ def is_taehv(names: Mapping[str, Tensor]) -> bool:
     return "decoder.1.weight" in names or "encoder.0.weight" in names
 
 
-def space_of(path: Path, given: str | None) -> LatentSpace:
+def space_of(path: Path, given: str | None) -> str:
     """The latents that the network in a file takes: as `given`, else by the name that its author published it under.
 
     Raises:
         ConfigError: neither says.
     """
-    known = _PUBLISHED.get(path.stem.lower()) if given is None else given
-    if known in ("raw", "normalised"):
-        return cast(LatentSpace, known)
-    allowed = " or ".join(get_args(LatentSpace))
-    if given is not None:
-        raise ConfigError(f"the latent space is {given!r}, but must be {allowed}")
+    if (known := given or _PUBLISHED.get(path.stem.lower())) is not None:
+        return known
     raise ConfigError(
         f"{path} does not tell which latents it takes, by none of the names {', '.join(_PUBLISHED)}: say so with "
-        f"--latent-space {allowed} (taew2_1 takes normalised, lighttaew2_1 raw ones; the wrong one gives washed-out "
-        "colours, and so does a decoder of another model)"
+        "--latent-space normalised or raw (taew2_1 takes normalised, lighttaew2_1 raw ones; the wrong one gives "
+        "washed-out colours, and so does a decoder of another model)"
     )
 
 
@@ -402,12 +390,12 @@ def read_taehv(
         config, space = _config_of(path, tensors), space_of(path, latent_space)
         if space == "normalised":
             return config, None
-        if config.latent_channels != WAN_CHANNELS:
+        if config.latent_channels != picture_decoder.WAN_CHANNELS:
             raise ConfigError(
                 f"{path} has {config.latent_channels} latent channels; mean and standard deviation are known for "
-                f"{WAN_CHANNELS} only, so it can take normalised latents only"
+                f"{picture_decoder.WAN_CHANNELS} only, so it can take normalised latents only"
             )
-        mean, std = WAN_MEAN, WAN_STD
+        mean, std = picture_decoder.WAN_MEAN, picture_decoder.WAN_STD
     else:
         if missing := [key for key in ("latents_mean", "latents_std") if key not in stored]:
             raise ConfigError(f"{path / 'config.json'} has no {' and no '.join(missing)}")

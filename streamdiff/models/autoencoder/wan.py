@@ -31,14 +31,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder import picture_decoder
 from streamdiff.models.autoencoder.memory_size import wan_decoder
-from streamdiff.models.autoencoder.picture_decoder import (
-    WAN_CHANNELS,
-    DecoderState,
-    Normalisation,
-    check_shape,
-    split_whole,
-)
+from streamdiff.models.autoencoder.picture_decoder import WAN_CHANNELS, DecoderState, Normalisation
 from streamdiff.models.weight_files import some, what_it_holds
 from streamdiff.session_state.fields import STATE, session_state
 
@@ -61,7 +56,7 @@ class WanMemory:
 
 def _check(what: str, piece: Tensor, channels: int, memory: WanMemory, spatial: int = 1) -> tuple[int, int, int]:
     """See `check_shape`; ValueError also where the stream began with another size."""
-    size = check_shape(what, piece, channels, spatial)
+    size = picture_decoder.check_shape(what, piece, channels, spatial)
     if memory.size not in (None, size):
         raise ValueError(f"{what} have (batch, height, width) {size}, but the stream began with {memory.size}")
     return size
@@ -237,7 +232,7 @@ class WanAutoencoder:
         """As `encode`, but raw latents in the weights' dtype: the mean of `AutoencoderKLWan.encode`, piece by piece."""
         size = batch, height, width = _check("frames", video, 3, memory, self.spatial)
         features, first = _features(memory, self.autoencoder.encoder), 0 if memory.features else 1
-        whole, pending = split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
+        whole, pending = picture_decoder.split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
         whole = patchify(whole, self.patch_size)  # type: ignore[no-untyped-call]
         parts = [
             self.autoencoder.encoder(group, feat_cache=features, feat_idx=[0])
@@ -289,7 +284,7 @@ def read_wan(
         ConfigError: original names that are none of the layout; or widths that neither a configuration nor the shapes
             tell.
     """
-    if is_original(tensors):
+    if any(_ORIGINAL.fullmatch(name) for name in tensors):  # a name that diffusers does not have
         tensors = {target: tensors[name] for name, target in to_diffusers(tensors).items()}
     return tensors, config or _config_of(path, tensors)
 
@@ -320,11 +315,6 @@ _ORIGINAL = re.compile(r"(?:encoder\.downsamples|decoder\.upsamples|(?:encoder|d
 _SHORTCUT = re.compile(r"decoder\.up_blocks\.(\d+)\.conv_shortcut\.(weight|bias)")
 _LEVEL = 4
 """Modules of a decoder's level that are counted through: three residual blocks and what enlarges."""
-
-
-def is_original(names: Iterable[str]) -> bool:
-    """Whether any of the names is one of the original layout that diffusers does not have."""
-    return any(_ORIGINAL.fullmatch(name) for name in names)
 
 
 def to_diffusers(names: Iterable[str]) -> dict[str, str]:

@@ -460,13 +460,8 @@ def _row_by_row(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
 def add_controls(hidden: Tensor, controls: Tensor, weight: Tensor | None) -> Tensor:
     """Hidden states `[R, L, D]`, each latent frame's tokens with its vector of `controls` `[R, F, K]`, by `weight`
-    `[D, K]`.
-
-    Raises:
-        ValueError: the model has no controls.
-    """
-    if weight is None:
-        raise ValueError("the model has no controls")
+    `[D, K]`, None of a model without controls."""
+    assert weight is not None, "only what a model has is given"
     frames = hidden.unflatten(1, (controls.shape[1], -1))
     steered = _row_by_row(partial(F.linear, weight=weight), controls.to(hidden.dtype))
     result: Tensor = (frames + steered[:, :, None]).flatten(1, 2)

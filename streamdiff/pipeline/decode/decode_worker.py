@@ -26,13 +26,8 @@ from streamdiff.device import bind
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decoder_memories import (
-    NO_STREAM,
-    SHAPE_KEY,
-    DecoderMemories,
-    TransferStream,
-    stream_key,
-)
+from streamdiff.pipeline.decode import decoder_memories
+from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
@@ -197,18 +192,18 @@ class Decoding:
     def save(self, stream: int) -> SavedMemory:
         """What the decoder remembers of a stream after all that was submitted. Does not wait."""
         self._tell(MessageKind.COPY_OUT, SessionUpdate(stream, saved=True))
-        return partial(self._exchange.take, stream_key(stream))
+        return partial(self._exchange.take, decoder_memories.stream_key(stream))
 
     def load(self, stream: int, state: State) -> None:
         """Let a stream that has not begun continue from what was saved, which is one of `outlines`."""
-        self._exchange.put(stream_key(stream), state)
+        self._exchange.put(decoder_memories.stream_key(stream), state)
         self._tell(MessageKind.PUT_BACK, SessionUpdate(stream, saved=True))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it.
         Raises ConfigError where it cannot be had."""
-        self._exchange.put(SHAPE_KEY, ({}, list(chunk_shape)))
-        outlines = self.save(NO_STREAM)()[1]
+        self._exchange.put(decoder_memories.SHAPE_KEY, ({}, list(chunk_shape)))
+        outlines = self.save(decoder_memories.NO_STREAM)()[1]
         if not isinstance(outlines, list):
             raise ConfigError(outlines["broken"])
         return outlines

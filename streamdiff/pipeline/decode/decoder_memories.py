@@ -62,7 +62,7 @@ class DecoderMemories:
             self._memories[stream] = self._decoder.new_memory()
         if stream in self._copies:
             self._copies[stream].go_on()
-            self._swaps.follow()
+            self._swaps.copies.follow()
         timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self.transfer_stream.finite(latents)
         for pictures in decode_chunk(
             self._decoder, latents, self._memories[stream], self.transfer_stream, self._at_once, timed
@@ -97,7 +97,7 @@ class DecoderMemories:
                 outcome = readiness(self._swaps, name)
                 if outcome is Outcome.DONE:
                     self._memories[stream] = self._swaps.take(name, self._decoder.new_memory())
-                    self._swaps.follow()
+                    self._swaps.copies.follow()
                 return outcome
         return Outcome.DONE
 

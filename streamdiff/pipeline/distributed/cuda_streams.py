@@ -11,14 +11,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import cached_property
+from contextlib import AbstractContextManager, suppress
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 
 from streamdiff.device import bind
-from streamdiff.pipeline.distributed.link import SLOTS
+from streamdiff.pipeline.distributed.link import SLOTS, NoLink
+from streamdiff.pipeline.distributed.message import StageMessage
 
 
 class Event(Protocol):
@@ -82,11 +83,48 @@ class CudaStreams:
             bind(self.device)
             while True:
                 event, call = awaited.get()
-                event.synchronize()
+                # A CUDA error stays with the process: whoever is woken meets it at its next call, and reports it.
+                with suppress(RuntimeError):
+                    event.synchronize()
                 call()
 
         threading.Thread(target=run, name="transfers", daemon=True).start()
         return awaited
+
+
+class PacedNoLink(NoLink):
+    """The ring of one stage whose host is at most one forward ahead of its device: a message comes back when the
+    forward before it is done. So chunks are admitted, and prompts and controls fixed, when the device can begin soon.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+        self._call: Callable[[], None] = lambda: None
+        self._before = self._latest = threading.Event()
+        self._latest.set()
+
+    def send(self, message: StageMessage) -> None:
+        super().send(message)
+        self._before, self._latest = self._latest, threading.Event()
+        event = self._streams.event()
+        event.record(self._streams.current())
+        self._streams.when(event, partial(self._done, self._latest))
+
+    def _done(self, forward: threading.Event) -> None:
+        forward.set()
+        self._call()
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        return super().receive() if self._messages and self._before.wait(wait_s) else None
+
+    def notify(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+
+def loop_on(device: torch.device) -> NoLink:
+    """The ring of one stage on `device`."""
+    return PacedNoLink(CudaStreams(device)) if device.type == "cuda" else NoLink()
 
 
 Transfer = Callable[[], object]

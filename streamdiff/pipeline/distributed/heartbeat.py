@@ -117,6 +117,13 @@ class Stillness:
         return now_s - self._since[key][1]
 
 
+def await_that(holds: Callable[[], bool], limit_s: float) -> None:
+    """Wait until it holds, at most `limit_s`, by looking often."""
+    end_s = clock.monotonic_s() + limit_s
+    while not holds() and clock.monotonic_s() < end_s:
+        threading.Event().wait(HEARTBEAT_S / 10)
+
+
 class RankWatch:
     """One rank's heartbeats, and what it finds of itself and others, from the rendezvous on. Rank 0, also where it is
     alone (`context` is None), draws a bar of all ranks' graphs on stderr.
@@ -194,10 +201,8 @@ class RankWatch:
 
     def fault(self, wait_s: float = 0.0) -> str | None:
         """The fault that ends the ring, if there is one; waits up to `wait_s` for it."""
-        end_s = clock.monotonic_s() + wait_s
-        while (fault := self._ring.fault()) is None and clock.monotonic_s() < end_s:
-            threading.Event().wait(HEARTBEAT_S / 10)
-        return fault
+        await_that(lambda: self._ring.fault() is not None, wait_s)
+        return self._ring.fault()
 
     def where(self) -> str:
         """What this rank is executing, for error messages."""
@@ -215,18 +220,16 @@ class RankWatch:
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that send no heartbeat within `_SILENT_S`; returns early if all do, or at a fault."""
         known = {rank: self.heartbeat(rank) for rank in ranks}
-        end_s = clock.monotonic_s() + _SILENT_S
-        while (left := [rank for rank in ranks if self.heartbeat(rank) == known[rank]]) and (
-            clock.monotonic_s() < end_s and self.fault() is None
-        ):
-            threading.Event().wait(HEARTBEAT_S / 10)
-        return left
+
+        def left() -> list[int]:
+            return [rank for rank in ranks if self.heartbeat(rank) == known[rank]]
+
+        await_that(lambda: not left() or self.fault() is not None, _SILENT_S)
+        return left()
 
     def await_ends(self, limit_s: float) -> None:
         """Wait at most `limit_s` for the final heartbeat of all ranks: they need the store until then."""
-        end_s = clock.monotonic_s() + limit_s
-        while not all(beat.ended for beat in self.heartbeats()) and clock.monotonic_s() < end_s:
-            threading.Event().wait(HEARTBEAT_S / 10)
+        await_that(lambda: all(beat.ended for beat in self.heartbeats()), limit_s)
 
     def _send(self, **changes: Any) -> None:
         """Send a heartbeat, with these changes of the one before. Mutates: self, the store."""
@@ -273,7 +276,9 @@ class RankWatch:
         if self._still.seconds("next", beat.number, now_s, not beat.ended) < limit_s:
             return None
         fault = self.report(f"rank {after} hangs: silent for {limit_s:g} s {beat.where}")
-        _kill(beat)
+        if beat.host == _HOST:  # it cannot end by itself
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGKILL)
         return fault
 
     def _exit(self, fault: str) -> None:
@@ -313,10 +318,3 @@ def exit_now(message: str | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_FAULT)
-
-
-def _kill(beat: Heartbeat) -> None:
-    """End a rank that cannot end by itself, where it can be reached."""
-    if beat.host == _HOST:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(beat.pid, signal.SIGKILL)

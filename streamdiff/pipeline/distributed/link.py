@@ -8,14 +8,11 @@ delay and links that scribble over every slot that is declared free.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
-from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
+from streamdiff.pipeline.distributed.message import StageMessage
 
 SLOTS = 2
 
@@ -100,11 +97,9 @@ def check_order(sequence: int, expected: int) -> None:
         raise RuntimeError(f"a link brought message {sequence} where {expected} was next")
 
 
-# ---- links within a process: from a stage to itself, or between stages -----------------------------------------------
-
-
 class NoLink(Sender):
-    """The ring of one stage: what is sent is what is received, the same tensors."""
+    """Both ends in one thread, from a stage to itself or to another: what is sent is what is received, the same
+    tensors."""
 
     def __init__(self) -> None:
         self._messages: deque[StageMessage] = deque()
@@ -120,70 +115,3 @@ class NoLink(Sender):
 
     def close(self, limit_s: float = 0.0) -> None:
         self._messages.clear()
-
-
-class LocalLink(Sender):
-    """Both ends in one process, over real buffers: deterministic in one thread, usable between two."""
-
-    def __init__(self, layout: MessageLayout, *, patience_s: float = 60.0) -> None:
-        """`patience_s`: how long `send` waits for a free slot before it says that nobody receives."""
-        self.layout, self.patience_s = layout, patience_s
-        self._buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
-        self._free = deque(range(SLOTS))
-        self._full: deque[tuple[list[int], int]] = deque()
-        self._reading: int | None = None
-        self._closed = False
-        self._sent = self._received = 0
-        self._changed = threading.Condition()
-        self._call: Callable[[], None] | None = None
-
-    @property
-    def ready(self) -> bool:
-        return bool(self._free) or self._closed
-
-    def send(self, message: StageMessage) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._free or self._closed, self.patience_s):
-                raise RuntimeError(f"a local link waited {self.patience_s:g} s for a free slot; nobody receives")
-            if self._closed:
-                raise LinkClosed("the link is closed")
-            slot = self._free.popleft()
-        self.layout.write(message, self._buffers[slot])
-        with self._changed:
-            self._full.append((self.layout.record(message, self._sent), slot))
-            self._sent += 1
-            self._tell()
-
-    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        with self._changed:
-            self._release()
-            self._changed.wait_for(lambda: self._full or self._closed, wait_s)
-            if self._closed and not self._full:
-                raise LinkClosed("the link is closed")
-            if not self._full:
-                return None
-            record, self._reading = self._full.popleft()
-        sequence, message = self.layout.read(record, self._buffers[self._reading])
-        check_order(sequence, self._received)
-        self._received += 1
-        return message
-
-    def notify(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def close(self, limit_s: float = 0.0) -> None:
-        with self._changed:
-            self._closed = True
-            self._tell()
-
-    def _tell(self) -> None:
-        """Wake waiting threads, and call what `notify` was given. Needs the lock."""
-        self._changed.notify_all()
-        if self._call is not None:
-            self._call()
-
-    def _release(self) -> None:
-        if self._reading is not None:
-            self._free.append(self._reading)
-            self._reading = None
-            self._changed.notify_all()

@@ -183,16 +183,11 @@ class MessageLayout:
             body += message.update.values()
         return [int(message.kind), *body, *[0] * (self.record_length - 1 - len(body))]
 
-    def read(self, record: Sequence[int], buffer: Tensor) -> tuple[int, StageMessage]:
-        """Sequence number and content of a message; its tensors are views of `buffer`."""
-        sequence, kind, rows, update = self.parse(record)
-        return sequence, StageMessage(kind, rows, update, self.views(buffer, kind, len(rows)))
-
     def parse(self, record: Sequence[int]) -> tuple[int, MessageKind, tuple[MicroStep, ...], SessionUpdate | None]:
         """What a record says: the sequence number, and the fields of a message without its tensors."""
         kind = MessageKind(record[0])
         if kind is MessageKind.ROWS:
-            sequence, rows = unpack(record[1 : 1 + record_length(self.max_rows)], self.max_rows)
+            sequence, rows = unpack(record[1:])
             return sequence, kind, tuple(rows), None
         return record[1], kind, (), SessionUpdate.of(record[2 : 2 + UPDATE_LENGTH])
 

@@ -51,13 +51,7 @@ def edge_groups(
 
     All ranks of the default group call this, together and as often. Communicators are made here and not at the first
     message, when the other rank may be busy. Two stages have two edges between the same ranks, and a group for each.
-    `on_edge` gets the next edge. Mutates: this process's environment, see `group_options`.
-
-    Raises:
-        ValueError: the default group has fewer ranks than the stages have.
-    """
-    if dist.get_world_size() < stages * shares:
-        raise ValueError(f"there are {dist.get_world_size()} ranks; a ring of {stages} stages needs {stages * shares}")
+    `on_edge` gets the next edge. Mutates: this process's environment, see `group_options`."""
     bound = bound_device(device)
     groups: list[dist.ProcessGroup | None] = []
     for edge, ends in enumerate(ring_edges(stages, shares)):

@@ -15,13 +15,12 @@ import json
 import os
 import secrets
 import socket
-import struct
-import sys
 import threading
 from collections.abc import Callable
 from functools import cache
 from queue import Empty, SimpleQueue
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -33,7 +32,6 @@ _TOKEN_BYTES = 16
 _STRANGER_S = 5.0  # how long someone may take to say the token
 _MOST_BUFFERED = 4 << 20
 _ALL_TAKEN = b"\1"
-_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 
 
 class _Slots:
@@ -235,12 +233,8 @@ def own_address() -> str:
     """The address that this process listens on: that of gloo's interface if one is named, else this machine's on the
     way to `MASTER_ADDR`, where the ranks meet. Loopback where all are on one machine."""
     interface, master = os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if interface is not None and sys.platform == "linux":
-        import fcntl  # which not every system has
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            found = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", interface.encode()))
-        return socket.inet_ntoa(found[20:24])
+    if interface is not None:
+        return next(each.address for each in psutil.net_if_addrs()[interface] if each.family == socket.AF_INET)
     family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # nothing is sent

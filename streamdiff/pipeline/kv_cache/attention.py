@@ -15,13 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import (
-    AttendPaged,
-    AttendParts,
-    attention_over_segments,
-    row_by_row,
-)
+from streamdiff.models.transformer import attention_backend, rope
+from streamdiff.models.transformer.attention_backend import AttendPaged, AttendParts
 from streamdiff.models.transformer.wan import SelfAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache, LayerCaches
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
@@ -121,7 +116,8 @@ class RollingAttention:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens; `attend` is the kernel, torch's choice
         if it is None; `all_heads` as in `likeness`."""
         self.all_heads = all_heads
-        self.frames, self.device, self.attend = frames, device, attend or attention_over_segments("auto")
+        self.frames, self.device = frames, device
+        self.attend = attend or attention_backend.attention_over_segments("auto")
         self.rotate_sinks: Callable[[Tensor, Tensor, Tensor], None] = rotate_sinks
         """What rotates the sinks of all layers, where that is done before the forward."""
         self._grid = rope.Grid(height, width, head_dim, device)
@@ -470,7 +466,7 @@ def attend_pooled(
         keys.index_copy_(0, row.slot, rotated[index, None])
         values.index_copy_(0, row.slot, value[index, None])
         if paged is None:
-            mixed.append(row_by_row(attend, query[index, None], frames[0], frames[1], row.seen[None]))
+            mixed.append(attention_backend.row_by_row(attend, query[index, None], frames[0], frames[1], row.seen[None]))
     if paged is None:
         return torch.cat(mixed)
     return paged(query, frames[0], frames[1], torch.stack([row.seen for row in rows]))

@@ -27,7 +27,8 @@ class CacheGeometry:
     the window; of `positions`, if not 0, that a model knows: once the stream is longer it stands so that the chunk's
     last frame has the last of these. `adaptive`: the sink takes chunks in, so that once the ring is full which slot a
     chunk takes, and which chunks are in sight, is known on the device alone (`adaptive_ring`); it sees all slots
-    then."""
+    then, holds whole chunks, and has no spare slot. The window holds at least the sink and one chunk
+    (`models.spec.check_spec`)."""
 
     sink: int
     window: int
@@ -36,19 +37,6 @@ class CacheGeometry:
     chunk: int = 1
     adaptive: bool = False
     positions: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sink <= self.window - self.chunk or self.chunk < 1 or self.spare < 0:
-            raise ValueError(
-                f"a ring of window {self.window}, sink {self.sink} and chunks of {self.chunk} latent frames with "
-                f"{self.spare} spare slots cannot be: the window holds at least the sink and one chunk, nothing is "
-                "negative"
-            )
-        if self.adaptive and (self.spare or self.sink % self.chunk or self.window % self.chunk):
-            raise ValueError(
-                f"an adaptive ring of window {self.window}, sink {self.sink} and chunks of {self.chunk} latent frames "
-                f"with {self.spare} spare slots cannot be: it holds whole chunks, and no slot is spare"
-            )
 
     @cached_property
     def pinned(self) -> int:

@@ -286,7 +286,7 @@ def offload_note(demand: Demand, card: str | None, graphs: bool) -> str:
 # ---- every ring of so many GPUs --------------------------------------------------------------------------------
 
 
-Kind = Literal["alone", "asked", "crowd"]
+Kind = Literal["one", "sessions", "many"]
 """One session; as many as were asked for; and as many as fit, or of these as many as fill the ring."""
 
 
@@ -365,9 +365,9 @@ def compare(ring: GpuRing, count: int, chunks: int | None = None) -> Comparison:
         split = replace(ring, load=replace(ring.load, stages=stages, shares=shares), decode=decode)
         split = replace(split, decode=split.layout.decode)
         most = split.most_sessions()
-        crowd = max(1, min(most, stages + _BEYOND))
+        many = max(1, min(most, stages + _BEYOND))
         target_fps, context = sizes.spec.native_fps, ring.load.kv_context
-        counts: dict[Kind, int] = {"alone": 1, "asked": ring.load.sessions, "crowd": crowd}
+        counts: dict[Kind, int] = {"one": 1, "sessions": ring.load.sessions, "many": many}
         expected = {kind: split.expect(context, count, target_fps, chunks) for kind, count in counts.items()}
         return Case(split, expected, most)
 

@@ -211,19 +211,19 @@ def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:
     demand = demand.frame_by_frame()
     if (needed := demand.totals[rank]) <= free:
         return None
-    parts = [f"{name.replace('_', ' ')} {_gb(count)}" for name, count in demand.memory()[rank].parts.items() if count]
+    parts = [f"{name.replace('_', ' ')} {in_gb(count)}" for name, count in demand.memory()[rank].parts.items() if count]
     return (
-        f"{demand.sizes.spec.name} does not fit: rank {rank} needs {_gb(needed)} GB ({', '.join(parts)}), and {where} "
-        f"has {_gb(free)} GB. {_ways_out(demand, rank, free)}"
+        f"{demand.sizes.spec.name} does not fit: rank {rank} needs {in_gb(needed)} GB ({', '.join(parts)}), and "
+        f"{where} has {in_gb(free)} GB. {_ways_out(demand, rank, free)}"
     )
 
 
 def _ways_out(demand: Demand, rank: int, free: int) -> str:
     found = [(option, changed.totals[rank]) for option, changed in _remedies(demand, rank, free)]
-    if enough := [f"{option} ({_gb(total)} GB)" for option, total in found if total <= free]:
+    if enough := [f"{option} ({in_gb(total)} GB)" for option, total in found if total <= free]:
         return f"Any of these makes it fit: {'; '.join(enough)}"
     options, total = _together(demand, rank, free)
-    least = f"{' '.join(options)} ({_gb(total)} GB)"
+    least = f"{' '.join(options)} ({in_gb(total)} GB)"
     if total <= free:
         return f"No option alone makes it fit, these together do: {least}"
     return f"No option makes it fit; the least is {least}. Take a smaller model, a larger device, or more --stages"
@@ -293,5 +293,6 @@ def _pictures(demand: Demand) -> Iterator[Remedy]:
         yield f"--size {width}x{height}", replace(demand, sizes=sizes)
 
 
-def _gb(count: int) -> str:
+def in_gb(count: int) -> str:
+    """10^9 bytes, for people."""
     return f"{count / 1e9:.3g}"

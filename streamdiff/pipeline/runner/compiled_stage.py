@@ -27,15 +27,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from streamdiff.pipeline.runner.model_runner import ModelRunner
 
-from streamdiff.models.transformer import rope
+from streamdiff.models.transformer import attention_backend, rope
 from streamdiff.models.transformer.actions import ACTION_MODEL
-from streamdiff.models.transformer.attention_backend import (
-    AttendPaged,
-    AttendParts,
-    AttentionShape,
-    merge_attention_states,
-    try_paged,
-)
+from streamdiff.models.transformer.attention_backend import AttendPaged, AttendParts, AttentionShape, try_paged
 from streamdiff.models.transformer.wan import BlockText, BlockWeights, TokenStates, block_modulation, concat_rows
 from streamdiff.pipeline.kv_cache.attention import (
     AttentionMetadata,
@@ -87,7 +81,7 @@ class CompiledStage:
         self._stage = stage
         self._graphs: dict[Key, Run] = {}
         self._parts: dict[tuple[int, bool], CompiledParts] = {}  # by the number of rows, and what they keep
-        self._attend = stage.denoiser.attend_parts(one_graph(merge_attention_states))
+        self._attend = stage.denoiser.attend_parts(one_graph(attention_backend.merge_attention_states))
         self._rotate_sinks = one_graph(_rotate_all_sinks)
         self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.

@@ -126,7 +126,7 @@ class ModelRunner:
         sessions = {row.session for row in message.rows} if update is None else {update.session}
         if self._arriving & sessions:  # what follows uses their caches: on the device it waits for what comes back
             self._arriving -= sessions
-            self.swaps.follow()
+            self.swaps.copies.follow()
         if update is not None:
             return self.guard.apply_update(message)
         rows, failed = message.rows, None
@@ -186,7 +186,7 @@ class ModelRunner:
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
         """Allocate the session's caches, or take some of the pool, those that have graphs. Mutates: self."""
-        self.swaps.follow()  # caches that are taken over may still be copied
+        self.swaps.copies.follow()  # caches that are taken over may still be copied
         geometry, caches = self._cache_kind(steps, kv_context)
         state = self._pool and self._pool.take(geometry, caches)
         state = state or KVCache.allocate(geometry, caches=caches, **self._cache_sizes(self.device))

@@ -121,9 +121,6 @@ class PrefetchedNoise:
         noise = self._pinned(chunk, step) if drawn is None else drawn[0].result()[drawn[1]]
         return noise.to(self._device, non_blocking=True)
 
-    def is_unscaled(self, chunk: int) -> bool:
-        return self._noise.is_unscaled(chunk)
-
     def _pinned(self, chunk: int, step: int) -> Tensor:
         noise = self._noise.draw(chunk, step)
         return noise.pin_memory() if self._device.type == "cuda" else noise
@@ -248,14 +245,8 @@ class LatentSampler:
         video: GivenVideo | None = None, given: StreamInputs | None = None,
     ) -> SamplerState:  # fmt: skip
         """State of a new stream, which starts once it is put into `sessions`; `start` are finished latents
-        `[n, C, F, h, w]` of its first n chunks, the rest as in `Ring.open`.
-
-        Raises:
-            ValueError: some, but not all, of the chunks that are made together are given.
-        """
-        count, given = self.spec.first_chunks, given or StreamInputs()
-        if start is not None and 0 < len(start) < count:
-            raise ValueError(f"{len(start)} chunks are given; the first {count} are made together")
+        `[n, C, F, h, w]` of its first n chunks, of all that are made together, the rest as in `Ring.open`."""
+        given = given or StreamInputs()
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
         noise = given.noise or Noise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
@@ -415,7 +406,7 @@ class LatentSampler:
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = schedule.noise_scale
-        return noise if scale == 1 or session.noise.is_unscaled(row.chunk) else noise * scale
+        return noise if scale == 1 or session.given.is_unscaled(row.chunk) else noise * scale
 
     def _time(self, row: MicroStep) -> Tensor:
         """The time embedding that the model is given for this row, `[F, D]`. Mutates: the session."""

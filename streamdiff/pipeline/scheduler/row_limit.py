@@ -45,14 +45,8 @@ class RowLimit:
     session's chunks."""
 
     def __init__(self, max_rows: int, costs: Sequence[float] = ()) -> None:
-        """`costs`: what forwards of 1, 2, ... rows take, in any unit, on the slowest stage; without, further rows are
-        taken to cost nothing.
-
-        Raises:
-            ValueError: there are costs, but fewer than `max_rows`, or one is not above 0.
-        """
-        if costs and (len(costs) < max_rows or min(costs) <= 0):
-            raise ValueError(f"row costs are {list(costs)}; for max_rows {max_rows} so many above 0 are needed")
+        """`costs`: what forwards of 1, 2, ... `max_rows` rows take, each above 0, in any unit, on the slowest stage;
+        without, further rows are taken to cost nothing."""
         self.max_rows = max_rows
         self.costs = tuple(cost / costs[0] for cost in costs)
         """Of forwards, relative to one of one row."""

@@ -341,23 +341,14 @@ class StreamBatchScheduler:
     def rerun(self, session: int, chunks: Sequence[int], *, as_one: bool = False) -> None:
         """Let the clean pass of these finished chunks (or chunks in flight), oldest first, run once more under the
         session's epoch before a new chunk is admitted: one after the other, or `as_one`, the rows of a forward of
-        their own, whatever `max_rows`. What is in flight runs to its end first; a rerun's result is not reported.
-
-        Raises:
-            ValueError: the session's KV context has no clean pass.
-        """
+        their own, whatever `max_rows`. What is in flight runs to its end first; a rerun's result is not reported. Of a
+        KV context with a clean pass."""
         state = self._sessions[session]
-        if state.kv_context in PER_STEP:
-            raise ValueError(f"KV context {state.kv_context} has no clean pass of every chunk that could run once more")
         state.rerun, state.rerun_as_one, state.stale = list(chunks), as_one, True
 
     def resume_at(self, session: int, chunk: int) -> None:
         """Let a stream that has not begun begin at `chunk`: those before it are finished, and only their clean pass is
-        run, oldest first, before a chunk is admitted.
-
-        Raises:
-            ValueError: the session's KV context has no clean pass.
-        """
+        run, oldest first, before a chunk is admitted. Of a KV context that has one."""
         self.rerun(session, range(chunk))
         self._sessions[session].next_chunk = chunk
 
@@ -372,13 +363,8 @@ class StreamBatchScheduler:
         return not state.chunks and not state.rerun and not state.held
 
     def set_steps(self, session: int, *, steps: int, first_steps: int | None = None) -> None:
-        """Chunks admitted from now on have `steps` steps, a first one `first_steps`; ends `drain`.
-
-        Raises:
-            ValueError: chunks with other steps are in flight.
-        """
-        if not self.drained(session):
-            raise ValueError(f"session {session} has chunks in flight; drain it before its steps change")
+        """Chunks admitted from now on have `steps` steps, a first one `first_steps`; ends `drain`. Only where the
+        session is `drained`."""
         state = self._sessions[session]
         state.steps, state.first_extra = steps, (first_steps or steps) - steps
         state.in_flight_limit = self._limit(state.kv_context, steps)

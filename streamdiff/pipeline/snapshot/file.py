@@ -19,18 +19,11 @@ from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError
-from streamdiff.models.headers import LENGTH_BYTES, TensorEntry
+from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, packed_header
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.session_state.walk import META, described, pieces
-from streamdiff.snapshot_header import (
-    FORMAT,
-    KIND,
-    MAX_HEADER_BYTES,
-    SnapshotHeader,
-    packed_header,
-    read_header,
-)
+from streamdiff.snapshot_header import FORMAT, KIND, MAX_HEADER_BYTES, SnapshotHeader, read_header
 from streamdiff.version import __version__
 
 LOOSE = ("start", "prompt_embeds", "video", "video_levels", "pictures")

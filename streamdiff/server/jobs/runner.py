@@ -15,7 +15,7 @@ import queue
 import sqlite3
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,20 +23,16 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 from av.error import FFmpegError
-from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.atomic_write import NO_ROOM
 from streamdiff.config import ServeConfig
 from streamdiff.engine import messages
-from streamdiff.engine.features import Features
-from streamdiff.engine.messages import Command, Event, Pictures, Ready, Refused
+from streamdiff.engine.messages import Command, Data, Event, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.jobs.store import ATTEMPTS, Job, JobStore, Order, VideoRequest, sync
-from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import share_of
@@ -126,15 +122,10 @@ class JobRunner:
     # ---- for the routes -----------------------------------------------------------------------------------------
 
     async def submit(
-        self,
-        request: VideoRequest,
-        owner: str,
-        picture: Pictures | None,
-        features: Features,
-        key: tuple[str, str] | None = None,
+        self, request: VideoRequest, owner: str, given: Mapping[str, Data], key: tuple[str, str] | None = None
     ) -> Job:
-        """Put a job of `owner` into the queue, with what the store keeps of it. Where a request with this `key` came
-        before, its job is returned; see `JobStore.of_key`.
+        """Put a job of `owner` into the queue, with what is `given` for it, see `JobStore.add`. Where a request with
+        this `key` came before, its job is returned; see `JobStore.of_key`.
 
         Raises:
             Problem: the queue or the disk is full, or that request was another one.
@@ -144,10 +135,10 @@ class JobRunner:
             if key is not None and (known := self._store.of_key(*key)) is not None:
                 return known
             self._check_room(owner)
-            return self._store.add(request, owner, picture, features, key)
+            return self._store.add(request, owner, given, key)
 
         job = await self._changed(add)
-        logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
+        logger.info("Job %(job)s waits: %(frames)d frames.", {"job": job.id, "frames": request.frames})
         self._wake.set()
         return job
 
@@ -286,7 +277,7 @@ class JobRunner:
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._runs.pop(task)
         self._metrics.jobs_ended.labels(run.end).inc()
-        logger.info("Job %s: %s.", run.job.id, run.end, extra=log_fields(job=run.job.id, end=run.end))
+        logger.info("Job %(job)s: %(end)s.", {"job": run.job.id, "end": run.end})
         self._wake.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("Job %s stays as it is until the server starts again.", run.job.id, exc_info=error)
@@ -295,7 +286,7 @@ class JobRunner:
         while True:
             try:
                 for id in await self._stored(self._store.expire):
-                    logger.info("Job %s has expired.", id, extra=log_fields(job=id))
+                    logger.info("Job %(job)s has expired.", {"job": id})
             except (sqlite3.Error, OSError) as error:
                 self._tell(error)
             await asyncio.sleep(EXPIRE_S)
@@ -400,7 +391,7 @@ class JobRunner:
             StreamdiffError: it is not wanted any more. OSError, FFmpegError: it cannot be written.
         """
 
-        def frames() -> Iterator[NDArray[np.uint8]]:
+        def frames() -> Iterator[Picture]:
             for number in range(run.job.frames):
                 if (picture := run.pictures.get()) is None:
                     raise StreamdiffError("the video is not wanted any more")

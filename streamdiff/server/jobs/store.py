@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,8 +24,8 @@ import numpy as np
 
 from streamdiff import clock
 from streamdiff.atomic_write import check_room, open_private
-from streamdiff.engine.features import NOTHING, Features
-from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures
+from streamdiff.engine.features import Features
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Pictures
 from streamdiff.errors import ConfigError
 from streamdiff.server.problem import Problem
 
@@ -77,7 +77,7 @@ class Job(VideoRequest):
 Order = Literal["asc", "desc"]
 DATABASE, SUFFIX = "jobs.sqlite3", ".mp4"
 VERSION = 2
-_PICTURE = "picture"
+PICTURE = "picture"
 _UNFINISHED = r"\.streamdiff-[0-9a-f]{12}\.part"
 _OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}\.mp4"
 KEEP_S = 86_400.0
@@ -158,7 +158,7 @@ class JobStore:
     def inputs(self, job: Job) -> tuple[Pictures | None, Features]:
         """The picture `[1, H, W, 3]` that a job's video begins with, and the features that it is made with."""
         given = dict(self._execute("SELECT name, data FROM inputs WHERE job = ?", job.id))
-        raw = given.pop(_PICTURE, None)
+        raw = given.pop(PICTURE, None)
         picture = None if raw is None else np.frombuffer(raw, np.uint8).reshape(1, job.height, job.width, 3)
         return picture, Features(**given, strength=job.strength)
 
@@ -189,25 +189,17 @@ class JobStore:
     # ---- a job's life -------------------------------------------------------------------------------------------
 
     def add(
-        self,
-        request: VideoRequest,
-        owner: str,
-        picture: Pictures | None = None,
-        features: Features = NOTHING,
-        key: tuple[str, str] | None = None,
+        self, request: VideoRequest, owner: str, given: Mapping[str, Data] = {}, key: tuple[str, str] | None = None
     ) -> Job:
-        """A new job at the end of the queue. Its video begins with `picture` `[1, H, W, 3]`; `features` stand for that,
-        for the prompt, or for a video. `key`: see `of_key`.
+        """A new job at the end of the queue. `given`: the pixels `[1, H, W, 3]` of the PICTURE that its video begins
+        with, and by their names features that stand for that, for the prompt, or for a video. `key`: see `of_key`.
 
         Raises:
             OSError, sqlite3.Error: the disk has no room, say; then there is no such job, and nothing of it.
         """
         check_room(self.folder)
-        asked = asdict(request) | {"strength": features.strength}
-        job = Job(**asked, id=f"{self._prefix}{secrets.token_hex(16)}", status="queued", created_s=clock.wall_s())
-        given = {name: getattr(features, name) for name in features.names}
-        if picture is not None:
-            given[_PICTURE] = picture.tobytes()
+        id = f"{self._prefix}{secrets.token_hex(16)}"
+        job = Job(**asdict(request), id=id, status="queued", created_s=clock.wall_s())
         row = asdict(job) | {"owner": owner} | dict(zip(("request_key", "request_digest"), key or (), strict=False))
         with self._transaction():
             places = ", ".join("?" * len(row))

@@ -8,11 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from streamdiff import clock
-from streamdiff.server.media.encoder import EncoderThread
+from streamdiff.server.media.encoder import EncoderThread, Picture
 from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutProgress, PlayoutSlot
 
 REPEAT_S = 0.2
@@ -81,14 +78,14 @@ class Pacer:
         self._paused = False
         self._stopping = False
         self._sent_s = float("-inf")
-        self._pushed: NDArray[np.uint8] | None = None
+        self._pushed: Picture | None = None
         self._playout.pause(clock.monotonic_s())  # until somebody watches
         self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
         self._thread.start()
 
     # ---- called from the event loop -----------------------------------------------------------------------------
 
-    def push(self, first: int, pictures: NDArray[np.uint8], epoch: int) -> None:
+    def push(self, first: int, pictures: Picture, epoch: int) -> None:
         """Take frames from the engine; see `PlayoutBuffer.push`."""
         with self._changed:
             self._playout.push(first, pictures, epoch=epoch)
@@ -137,7 +134,7 @@ class Pacer:
         with self._changed:
             return self._playout.progress
 
-    def picture(self) -> NDArray[np.uint8] | None:
+    def picture(self) -> Picture | None:
         """The picture on show, or the newest one made when nothing was shown yet."""
         with self._changed:
             return self._newest()
@@ -181,11 +178,11 @@ class Pacer:
             if due is not None and not due.repeated:
                 self._on_shown(due)
 
-    def _newest(self) -> NDArray[np.uint8] | None:
+    def _newest(self) -> Picture | None:
         latest = self._playout.latest
         return latest.picture if latest else self._pushed
 
-    def _choose(self, due: PlayoutSlot | None, now_s: float) -> tuple[NDArray[np.uint8], int] | None:
+    def _choose(self, due: PlayoutSlot | None, now_s: float) -> tuple[Picture, int] | None:
         """What is sent now, with its time stamp: a new frame always, an old one when it is time for it."""
         if not self._encoders:
             return None

@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from streamdiff import clock
@@ -25,7 +23,7 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
 from streamdiff.server.media.clip import KeptFrame, RecentFrames
-from streamdiff.server.media.encoder import Codec, EncodedFrame, EncoderThread, Format, as_rgb
+from streamdiff.server.media.encoder import Codec, EncodedFrame, EncoderThread, Format, Picture, as_rgb
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
 from streamdiff.server.metrics import CounterDelta, Metrics
@@ -54,7 +52,7 @@ ADAPT_INTERVAL_S = 1.0
 """Between decisions on the bit rate."""
 
 
-def _encode_jpeg(picture: NDArray[np.uint8]) -> bytes:
+def _encode_jpeg(picture: Picture) -> bytes:
     file = BytesIO()
     Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=QUALITY)
     return file.getvalue()
@@ -131,7 +129,7 @@ class Playback:
         at other times."""
         self._session, self._on_shown, self._send, self._on_watched = session, on_shown, send, on_watched
         self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.max_ahead_s
-        self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
+        self.lead, self.steered = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s), False
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
         self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate)
@@ -144,7 +142,7 @@ class Playback:
         self._streams: dict[Codec, _Stream] = {}
         self._adapted_s = 0.0
         self._jpeg: asyncio.Task[bytes] | None = None
-        self._jpeg_of: weakref.ref[NDArray[np.uint8]] | None = None  # weak: a frame keeps the memory of its whole chunk
+        self._jpeg_of: weakref.ref[Picture] | None = None  # weak: a frame keeps the memory of its whole chunk
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
@@ -239,9 +237,20 @@ class Playback:
         the caller sends the new `ahead_frames`; the present rate changes nothing. Mutates: self."""
         if fps == self.fps:
             return
-        self.fps, self.lead = fps, PlayoutLead(self._chunk_frames / fps, self._most_ahead_s)
+        self.fps = fps
+        self._begin_lead()
         self._sent_ahead = self.ahead_frames
         self.pacer.set_fps(fps)
+
+    def steer(self) -> None:
+        """Keep as little video waiting as the machine allows, from the first control on. Mutates: self."""
+        if not self.steered:
+            self.steered = True
+            self._begin_lead()
+            self.progressed.set()
+
+    def _begin_lead(self) -> None:
+        self.lead = PlayoutLead(self._chunk_frames / self.fps, self._most_ahead_s, self.steered)
 
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame; 0 while frames wait to be shown."""
@@ -349,13 +358,9 @@ class Playback:
             self.request_key(codec)
         if now_s - self._adapted_s >= ADAPT_INTERVAL_S:
             self._adapted_s = now_s
-            self._adapt_bitrates(now_s)
-
-    def _adapt_bitrates(self, now_s: float) -> None:
-        """Adapt each encoder's bit rate to the receivers' bandwidth estimates. Mutates: self."""
-        for codec, stream in self._streams.items():
-            estimates = [bps for each in stream.receivers.values() if (bps := each(now_s)) is not None]
-            rate_bps = stream.bitrate.decide(estimates, stream.bits.per_s(now_s), now_s)
-            if rate_bps is not None:
-                stream.encoder.set_format(replace(self.format, bitrate=rate_bps))
-            self._metrics.bitrate.labels(codec).set(stream.bitrate.rate_bps)
+            for codec, stream in self._streams.items():
+                estimates = [bps for each in stream.receivers.values() if (bps := each(now_s)) is not None]
+                rate_bps = stream.bitrate.decide(estimates, stream.bits.per_s(now_s), now_s)
+                if rate_bps is not None:
+                    stream.encoder.set_format(replace(self.format, bitrate=rate_bps))
+                self._metrics.bitrate.labels(codec).set(stream.bitrate.rate_bps)

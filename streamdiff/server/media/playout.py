@@ -298,13 +298,15 @@ class PlayoutLead:
     half of that the lead grows at once by what is missing, above it shrinks by at most STEP_S a chunk.
     """
 
-    def __init__(self, chunk_s: float, limit_s: float) -> None:
+    def __init__(self, chunk_s: float, limit_s: float, steered: bool = False) -> None:
         """Args:
         chunk_s: how long a chunk's frames are shown.
         limit_s: the most that the lead may be, of which it begins with a part; at least a chunk is always allowed.
+        steered: at least two chunks are allowed, with which it begins: what waits makes controls late.
         """
-        self._chunk_s, self._limit_s = chunk_s, max(limit_s, chunk_s)
-        self.lead_s = max(_BEGIN * limit_s, chunk_s)
+        least_s = 2 * chunk_s if steered else chunk_s
+        self._chunk_s, self._limit_s = chunk_s, max(limit_s, least_s)
+        self.lead_s = least_s if steered else max(_BEGIN * limit_s, chunk_s)
         self._margin_s = max(MARGIN_S, MARGIN_CHUNKS * chunk_s)
         self._slacks: deque[float] = deque(maxlen=_WINDOW)
         self._settling = 0

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import av
-from av.error import FFmpegError
 
 from streamdiff.atomic_write import open_private
 
@@ -34,7 +33,7 @@ def write(source: BinaryIO, reports: BinaryIO) -> None:
     new file is readable by its user only, and is removed where nothing of it can be played.
 
     Raises:
-        FFmpegError, OSError: the target cannot be opened or written any more.
+        av.FFmpegError, OSError: the target cannot be opened or written any more.
     """
     header = json.loads(source.readline())
     if "://" in header["url"]:
@@ -68,7 +67,7 @@ def _plays(path: Path) -> bool:
     try:
         with av.open(path) as container:
             return any(packet.size for packet in container.demux(video=0))
-    except (FFmpegError, IndexError):
+    except (av.FFmpegError, IndexError):
         return False
 
 
@@ -94,7 +93,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the end of the input is the end
     try:
         write(sys.stdin.buffer, sys.stdout.buffer)
-    except (FFmpegError, OSError, ValueError) as error:
+    except (av.FFmpegError, OSError, ValueError) as error:
         # Without the address: a stream key is often part of it.
         print(getattr(error, "strerror", None) or error, file=sys.stderr)
         return 1

@@ -15,7 +15,6 @@ import json
 import logging
 import re
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -25,7 +24,7 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 import av
 import httpx
 from aiortc import RTCIceServer, RTCSessionDescription
-from av.error import FFmpegError, ProtocolNotFoundError
+from pydantic import ConfigDict
 
 from streamdiff import atomic_write, child_process, clock
 from streamdiff.atomic_write import check_room
@@ -176,25 +175,33 @@ def _check_protocol(scheme: str) -> None:
         return
     try:
         av.open(f"{scheme}://127.0.0.1:0", format=_STREAMS[scheme], timeout=1).close()
-    except ProtocolNotFoundError:
+    except av.ProtocolNotFoundError:
         raise ConfigError(
             f"{scheme}:// cannot be written: the installed PyAV was built without it. "
             f"Use rtmp:// or udp://, or a PyAV that was built with {scheme.upper()} (pip install --no-binary av av)."
         ) from None
-    except (FFmpegError, OSError):
+    except (av.FFmpegError, OSError):
         return
 
 
 @dataclass
 class OutputStatus:
-    """State of an output, as `/api/state` shows it."""
+    """An output of a session."""
+
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 
     name: str
+    """of an address scheme and host only, as the rest may be a secret"""
     state: Literal["waiting", "sending", "retrying", "ended"] = "waiting"
     frames: int = 0
+    """handed to it"""
     dropped: int = 0
+    """that it did not get"""
     restarts: int = 0
     reason: str = ""
+    """why it broke off, or empty"""
+    id: str = ""
+    """of one that was asked for over the API, or empty"""
 
 
 class Output:
@@ -271,13 +278,7 @@ class Output:
         """Write the session until something fails; says what. None: the session has ended."""
         try:
             await self._check_room()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
-                env=child_process.environment(),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
+            process = await child_process.start("streamdiff.server.outputs.muxer", stderr=asyncio.subprocess.PIPE)
         except OSError as error:  # no more processes, files or memory
             if error.errno == errno.ENOSPC:
                 return str(error.strerror)
@@ -307,7 +308,7 @@ class Output:
             session.playback.detach(self.target.codec, self.put)
             self._playback = None
             process.stdin.close()
-            await _end(process)
+            await child_process.end(process, EXIT_S)
             await written
         if session.closed:
             return None
@@ -353,8 +354,7 @@ class Output:
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
         ice_servers = self._ice_servers.to_ask()
-        playback, codec = session.playback, self.target.codec
-        publication = Publication(self.target.url, playback, codec, self._allows, ice_servers)
+        publication = Publication(self.target, session.playback, self._allows, ice_servers)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()
@@ -382,15 +382,6 @@ class Output:
             self._metrics.output_dropped.labels(self.status.name).inc(dropped)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Wait for a writer whose input has ended; one that hangs is killed."""
-    try:
-        await asyncio.wait_for(process.wait(), EXIT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-
-
 # ---- WHIP ---------------------------------------------------------------------------------------------------------
 
 
@@ -402,20 +393,15 @@ class Publication:
     """One WHIP publication: `open`, then ask for a `fault` regularly, and `close` in any case."""
 
     def __init__(
-        self,
-        url: str,
-        playback: Playback,
-        codec: Codec,
-        allows: Callable[[str], bool],
-        ice_servers: Sequence[RTCIceServer] = (),
+        self, target: Target, playback: Playback, allows: Callable[[str], bool], ice_servers: Sequence[RTCIceServer]
     ) -> None:
-        """`url` is `whip+https://[TOKEN@]HOST[:PORT]/PATH`, or `whip+http://...`; the token is sent as a bearer's.
+        """`target` is `whip+https://[TOKEN@]HOST[:PORT]/PATH`, or `whip+http://...`; the token is sent as a bearer's.
         `allows` says of an address of that form whether the server may speak to it where a media server at another
         one names it."""
-        parts = urlsplit(url.removeprefix(WHIP_PREFIX))
+        parts = urlsplit(target.url.removeprefix(WHIP_PREFIX))
         self._url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self._headers = {"Authorization": f"Bearer {unquote(parts.username)}"} if parts.username else {}
-        self._codec, self._allows = codec, allows
+        self._codec, self._allows = target.codec, allows
         # What this line carries must not lower the viewers' picture.
         self.sender = VideoSender(playback, ice_servers)
         self._resource: str | None = None
@@ -592,8 +578,8 @@ class Outputs:
         """An output that sends what `find_session` finds."""
         return Output(target, find_session, self._metrics, self._allowed.allows, self._ice_servers)
 
-    async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
-        """Send a session to a target too; returns the output's id and its state.
+    async def add(self, session: LiveSession, text: str) -> OutputStatus:
+        """Send a session to a target too; returns the state of the output.
 
         Raises:
             RequestError: a target that is not allowed or cannot be written, or too many outputs.
@@ -608,12 +594,13 @@ class Outputs:
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
         output = self.begin(replace(target, name=f"{target.name} {id}"), lambda: session)
+        output.status.id = id
         self._added[session.id, id] = output
-        return id, output.status
+        return output.status
 
-    def of(self, session: LiveSession) -> dict[str, OutputStatus]:
-        """The states of the outputs that were added to a session, by id."""
-        return {id: output.status for (session_id, id), output in self._added.items() if session_id == session.id}
+    def of(self, session: LiveSession) -> list[OutputStatus]:
+        """The states of the outputs that were added to a session."""
+        return [output.status for (session_id, _), output in self._added.items() if session_id == session.id]
 
     async def remove(self, session: LiveSession, id: str) -> bool:
         """End an added output; False if there is none of that id."""
@@ -626,7 +613,7 @@ class Outputs:
 
     async def end_session(self, session: LiveSession) -> None:
         """End the outputs that were added to a session that ends."""
-        await asyncio.gather(*(self.remove(session, id) for id in self.of(session)))
+        await asyncio.gather(*(self.remove(session, status.id) for status in self.of(session)))
 
     async def stop(self) -> None:
         """End all outputs: what came so far is written."""

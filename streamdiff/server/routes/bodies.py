@@ -21,7 +21,7 @@ from starlette.requests import Request
 from streamdiff.engine.features import NAMES, NOTHING, Features, check_file, check_together, decode, max_bytes
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
 from streamdiff.errors import RequestError
-from streamdiff.server.problem import Problem
+from streamdiff.server.problem import Problem, Unavailable, refused_as
 from streamdiff.video import picture
 
 JSON, FORM, URLENCODED = "application/json", "multipart/form-data", "application/x-www-form-urlencoded"
@@ -129,9 +129,7 @@ async def _read_form(
         why = getattr(error, "message", None) or "it cannot be read"
         raise Problem(400, f"The body is no valid form: {str(why)[:120].rstrip('.')}.", code="bad_form") from error
     except OSError as error:  # files are on the disk while they are read
-        raise Problem(
-            507, f"The form cannot be kept: {error.strerror}.", {"Retry-After": "10"}, code="storage"
-        ) from error
+        raise Unavailable("storage", f"The form cannot be kept: {error.strerror}.", 10, 507) from error
     try:
         texts, found = dict[str, str](), Files()
         uploads = [(name, value.size or 0) for name, value in form.multi_items() if isinstance(value, UploadFile)]
@@ -152,7 +150,8 @@ async def _read_form(
                 texts[name] = value
                 continue
             if name in NAMES:
-                _check_features(name, value, ready)
+                with refused_as("features"):  # by its header: nothing else of it is read before
+                    check_file(name, value.file, value.size or 0, ready)
             found[name] = await value.read()
         return texts, found
     finally:
@@ -204,15 +203,6 @@ def feature_files(ready: Ready) -> dict[str, int]:
     return {name: max_bytes(name, ready) for name in NAMES}
 
 
-def _check_features(name: str, upload: UploadFile, ready: Ready) -> None:
-    """Look at the header of a form's file, of which nothing else is read. Raises Problem 422 for features that the
-    model does not take, naming tensor, what it has and what is allowed."""
-    try:
-        check_file(name, upload.file, upload.size or 0, ready)
-    except RequestError as error:
-        raise _refused(error) from error
-
-
 async def given_features(files: Files, strength: float | None, ready: Ready, *, prompt: bool, image: bool) -> Features:
     """The features among the files of a request that has a `prompt` and an `image`, or not; all their numbers have been
     looked at.
@@ -227,13 +217,7 @@ async def given_features(files: Files, strength: float | None, ready: Ready, *, 
     if not given:
         return NOTHING
     features = Features(**given, strength=DEFAULT_STRENGTH if strength is None else strength)
-    try:
+    with refused_as("features"):
         check_together(features, prompt=prompt, image=image)
         await asyncio.get_running_loop().run_in_executor(DECODER, partial(decode, features, ready))
-    except RequestError as error:
-        raise _refused(error) from error
     return features
-
-
-def _refused(error: RequestError) -> Problem:
-    return Problem(422, f"{error}.", code="features", field=error.field)

@@ -334,7 +334,8 @@ def _unready(state: AppState, may_control: bool, known: set[str]) -> Problem | N
     session = manager.get(DEFAULT_SESSION)
     if session is not None and not session.opened:
         return state.engine_problem(may_control, session)
-    if opening := [each.id for each in manager.opening if each.engine.state != "waiting"]:
+    waiting = {each.id for each in manager.waiting}
+    if opening := [id for id in manager.reopening if id not in waiting]:
         message = f"{len(opening)} sessions are not open yet."
         named = [id for id in opening if id in known]
         return Unavailable("opening", message, 1, sessions=named)

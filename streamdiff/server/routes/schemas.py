@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from streamdiff.core import Control, KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
+from streamdiff.server.outputs.output import OutputStatus
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
@@ -234,27 +235,10 @@ class NewOutput(Body):
     )
 
 
-class OutputInfo(Answer):
-    """An output of a session."""
-
-    id: str
-    name: str
-    """of an address scheme and host only, as the rest may be a secret"""
-    state: str
-    """waiting, sending, retrying or ended"""
-    frames: int
-    """handed to it"""
-    dropped: int
-    """that it did not get"""
-    restarts: int
-    reason: str
-    """why it broke off, or empty"""
-
-
 class OutputList(Answer):
     """The outputs that were asked for over the API."""
 
-    outputs: list[OutputInfo]
+    outputs: list[OutputStatus]
 
 
 class TimelineInfo(Answer):

@@ -7,11 +7,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from streamdiff import clock
@@ -19,11 +18,12 @@ from streamdiff.config import Config
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import GetLog, Pictures, Save, SetTimeline
 from streamdiff.engine.timeline import parse_timeline, placed, timeline_schema
-from streamdiff.errors import ConfigError, EngineFailure, RequestError
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app_state import AppState, count_refusals, state_of, watcher_of
 from streamdiff.server.auth import Role
 from streamdiff.server.media.clip import KEPT_S, write_clip
-from streamdiff.server.problem import Problem, Unavailable
+from streamdiff.server.outputs.output import OutputStatus
+from streamdiff.server.problem import Problem, Unavailable, refused_as
 from streamdiff.server.routes import bodies, dependencies, schemas
 from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
 from streamdiff.server.routes.control import carry_out, status_of
@@ -82,11 +82,8 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
     return schemas.SessionList(server=state.config.serve.name, sessions=sessions, capacity=_capacity(state))
 
 
-@router.post(
-    "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
-    **operation("steer", 503, body=_NEW),
-)  # fmt: skip
-async def open_session(request: Request, state: State) -> Response:
+@router.post("", status_code=201, summary="Open a session", **operation("steer", 503, body=_NEW))
+async def open_session(request: Request, response: Response, state: State) -> schemas.OpenedSession:
     with count_refusals(state.metrics.refused):
         visits = state.config.serve.session_per_visitor and state.role(request) is not Role.CONTROLLER
         state.require(request, Role.VIEWER if visits else Role.CONTROLLER)
@@ -97,8 +94,8 @@ async def open_session(request: Request, state: State) -> Response:
             session = await _open(request, state)
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
-    opened = schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
-    return JSONResponse(opened.model_dump(), 201, {"Location": f"/api/sessions/{session.id}"})
+    response.headers["Location"] = f"/api/sessions/{session.id}"
+    return schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
 
 
 async def _open(request: Request, state: AppState) -> LiveSession:
@@ -113,10 +110,8 @@ async def _open(request: Request, state: AppState) -> LiveSession:
     if (snapshot := sent.get(SNAPSHOT)) is not None:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
     state.manager.words.check(spec.prompt, "prompt")
-    try:
+    with refused_as("refused"):
         return await state.manager.open(spec, snapshot)
-    except RequestError as error:
-        raise Problem(422, str(error), code="refused", field=error.field) from error
 
 
 @router.get("/{session}", summary="One session", **operation("watch"))
@@ -143,15 +138,12 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
     return schemas.EndedSession(id=session, ended=state.manager.end_reason(session) or "deleted")
 
 
-@router.delete(
-    "/{session}/input", status_code=204, summary="End its video input", **operation("steer")
-)  # fmt: skip
-async def end_input(request: Request, live: Steered) -> Response:
+@router.delete("/{session}/input", status_code=204, summary="End its video input", **operation("steer"))
+async def end_input(request: Request, live: Steered) -> None:
     live.wheel.check_holder(watcher_of(request, live))
     if live.input is None:
         raise Problem(404, "No video feeds the session.", code="no_input")
     await live.input.end("delete")
-    return Response(status_code=204)
 
 
 @router.post("/{session}/pause", summary="Hold it", **operation("steer", 503, 504, answers=_LATER))
@@ -281,29 +273,25 @@ async def _carry_out_all(
 
 @router.get("/{session}/outputs", summary="Where it is sent", **operation("steer", 503))
 async def list_outputs(state: State, live: Controlled) -> schemas.OutputList:
-    found = state.outputs.of(live)
-    return schemas.OutputList(outputs=[schemas.OutputInfo(id=id, **asdict(status)) for id, status in found.items()])
+    return schemas.OutputList(outputs=state.outputs.of(live))
 
 
 @router.post(
-    "/{session}/outputs", status_code=201, response_model=schemas.OutputInfo, summary="Record it, or send it on",
+    "/{session}/outputs", status_code=201, summary="Record it, or send it on",
     **operation("steer", 503, body=dependencies.body_of(JSON, schemas.NewOutput.model_json_schema())),
 )  # fmt: skip
-async def add_output(request: Request, state: State, live: Controlled) -> Response:
+async def add_output(request: Request, response: Response, state: State, live: Controlled) -> OutputStatus:
     wanted = schemas.read(schemas.NewOutput, await bodies.read_json(request, MAX_BODY_BYTES))
-    try:
-        id, status = await state.outputs.add(live, wanted.target)
-    except RequestError as error:
-        raise Problem(422, f"{error}.", code="refused", field=error.field) from error
-    made = schemas.OutputInfo(id=id, **asdict(status))
-    return JSONResponse(made.model_dump(), 201, {"Location": f"/api/sessions/{live.id}/outputs/{id}"})
+    with refused_as("refused"):
+        made = await state.outputs.add(live, wanted.target)
+    response.headers["Location"] = f"/api/sessions/{live.id}/outputs/{made.id}"
+    return made
 
 
 @router.delete("/{session}/outputs/{id}", status_code=204, summary="Send it there no more", **operation("steer", 503))
-async def remove_output(state: State, live: Controlled, id: str) -> Response:
+async def remove_output(state: State, live: Controlled, id: str) -> None:
     if not await state.outputs.remove(live, id):
         raise Problem(404, "There is no such output.", code="unknown")
-    return Response(status_code=204)
 
 
 # ---- snapshots ----------------------------------------------------------------------------------------------------
@@ -314,9 +302,7 @@ async def remove_output(state: State, live: Controlled, id: str) -> Response:
     **operation("steer", 409, 503, 504, answers=_FILE),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
-    _refuse_if_busy(state.snapshots)
-    async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(state.snapshots)
+    async with _place(state.snapshots) as held:
         header, rest = signed(await _taken(state, live, Save(live.id), 409), state.snapshot_key)
         return _Download(f"{live.id}.safetensors", OCTETS, header, rest, held.pop_all())
 
@@ -329,9 +315,7 @@ async def save_session(state: State, live: Controlled) -> Response:
     **operation("steer", 409, 503, 504, answers=answer("JSON lines, see docs/replay.md", JSON_LINES)),
 )  # fmt: skip
 async def get_log(state: State, live: Controlled) -> Response:
-    _refuse_if_busy(state.snapshots)
-    async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(state.snapshots)
+    async with _place(state.snapshots) as held:
         data = await _taken(state, live, GetLog(live.id), 409)
         return _Download(f"{live.id}.jsonl", JSON_LINES, b"", data, held.pop_all())
 
@@ -345,10 +329,8 @@ async def set_timeline(request: Request, state: State, live: Steered) -> schemas
     from 0 after a reset."""
     live.wheel.check_holder(watcher_of(request, live))
     given = await bodies.read_json(request, MAX_BODY_BYTES)
-    try:
+    with refused_as("timeline"):
         changes = placed(parse_timeline(given), state.manager.ready.chunk_frames / live.fps)
-    except RequestError as error:
-        raise Problem(422, str(error), code=error.code, field=error.field) from error
     if (at := next((index for index, each in enumerate(changes) if each.steps is not None), None)) is not None:
         why = "A live session has its steps by its load: change them by PATCH, and leave `steps` out of the timeline."
         raise Problem(422, why, code="timeline", field=f"{at}.steps")
@@ -366,9 +348,7 @@ async def set_timeline(request: Request, state: State, live: Steered) -> schemas
     **operation("watch", 400, 409, 503, answers=_VIDEO),
 )  # fmt: skip
 async def clip(state: State, live: Watched, seconds: Annotated[float, Query(ge=1, le=KEPT_S)] = 10.0) -> Response:
-    _refuse_if_busy(state.clips)
-    async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(state.clips)
+    async with _place(state.clips) as held:
         if (last := live.playback.last(seconds)) is None:
             raise Problem(409, "Nothing was shown yet: a clip is what was sent to viewers.", code="not_watched")
         codec, frames = last
@@ -383,17 +363,19 @@ async def _place_for_upload(request: Request, state: AppState) -> AsyncIterator[
     are taken or sent. Raises Problem, 503, where there are more."""
     length = request.headers.get("content-length", "")
     small = length.isdigit() and int(length) <= bodies.MAX_FORM_BYTES
-    async with contextlib.AsyncExitStack() as held:
-        if bodies.media_type(request) == FORM and not small:
-            _refuse_if_busy(state.snapshots)
-            await held.enter_async_context(state.snapshots)
+    async with contextlib.nullcontext() if small or bodies.media_type(request) != FORM else _place(state.snapshots):
         yield
 
 
-def _refuse_if_busy(places: asyncio.Semaphore) -> None:
-    """Raises Problem, 503, while as many files are taken or sent as lie in memory at most."""
+@contextlib.asynccontextmanager
+async def _place(places: asyncio.Semaphore) -> AsyncIterator[contextlib.AsyncExitStack]:
+    """Context manager: one of the `places` for files that lie in memory, given back at the end, or by who takes it over
+    with `pop_all`. Raises Problem, 503, where none is free."""
     if places.locked():
         raise Unavailable("busy", "Other files are being sent; ask again.", 1)
+    async with contextlib.AsyncExitStack() as held:
+        await held.enter_async_context(places)
+        yield held
 
 
 async def _taken(state: AppState, live: LiveSession, command: Save | GetLog | SetTimeline, refused: int) -> Any:
@@ -401,9 +383,8 @@ async def _taken(state: AppState, live: LiveSession, command: Save | GetLog | Se
     if not live.opened:
         raise state.engine_problem(may_control=True, session=live)
     try:
-        return await live.ask(command, SAVE_TIMEOUT_S)
-    except RequestError as error:
-        raise Problem(refused, str(error), code="refused", field=error.field) from error
+        with refused_as("refused", refused):
+            return await live.ask(command, SAVE_TIMEOUT_S)
     except EngineFailure as error:
         raise state.engine_problem(may_control=True, session=live) from error
     except TimeoutError as error:

@@ -8,18 +8,18 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from streamdiff.engine.features import NAMES
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Ready
 from streamdiff.engine.validation import MAX_SEED
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
-from streamdiff.server.jobs import runner
+from streamdiff.server.jobs import runner, store
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import Job, VideoRequest
 from streamdiff.server.peers import address_of
@@ -309,20 +309,18 @@ def resolve(wanted: NewVideo, ready: Ready, limit_s: float, configured: str) -> 
     return VideoRequest(ready.model, wanted.prompt or "", seed, steps, frames, fps, ready.width, ready.height)
 
 
-def idempotency(key: str, caller: str, wanted: NewVideo, *parts: bytes | str | None) -> tuple[str, str]:
+def idempotency(key: str, caller: str, wanted: NewVideo, files: Mapping[str, bytes]) -> tuple[str, str]:
     """What a store knows a request with an `Idempotency-Key` by, and the rest of it: digests of the key of this caller,
     and of its fields and files."""
     # A form says 4 as text, and has the picture as a file.
     same = wanted if wanted.seconds is None else wanted.model_copy(update={"seconds": float(wanted.seconds)})
     fields = same.model_dump_json(exclude_defaults=True, exclude={PICTURE, *UNUSED}).encode()
-    return _digest(caller, key), _digest(fields, *parts)
+    named = [part for name in sorted(files) for part in (name.encode(), files[name])]
+    return _digest(caller.encode(), key.encode()), _digest(fields, *named)
 
 
-def _digest(*parts: bytes | str | None) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(hashlib.sha256(part.encode() if isinstance(part, str) else part or b"").digest())
-    return whole.hexdigest()
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def _frames(wanted: NewVideo, fps: float) -> int:
@@ -340,15 +338,16 @@ def _frames(wanted: NewVideo, fps: float) -> int:
     return wanted.num_frames
 
 
+_AS_STORED = ("id", "model", "prompt", "status", "fps", "seed", "peak_memory_mb")
+"""Fields of a `Job` that a `Video` has under the same name."""
+
+
 def video_of(job: Job, progress: int) -> Video:
     """A job as the API shows it."""
     times_s = (job.started_s, job.ended_s, job.expires_s)
     started, ended, expires = (None if time_s is None else int(time_s) for time_s in times_s)
     return Video(
-        id=job.id,
-        model=job.model,
-        prompt=job.prompt,
-        status=job.status,
+        **{name: getattr(job, name) for name in _AS_STORED},
         progress=progress,
         created_at=int(job.created_s),
         started_at=started,
@@ -356,12 +355,9 @@ def video_of(job: Job, progress: int) -> Video:
         expires_at=expires,
         seconds=f"{job.frames / job.fps:g}",
         size=f"{job.width}x{job.height}",
-        fps=job.fps,
         num_frames=job.frames,
         num_inference_steps=job.steps,
-        seed=job.seed,
         inference_time_s=job.inference_s,
-        peak_memory_mb=job.peak_memory_mb,
         error=VideoError(code="failed", message=job.error) if job.status == "failed" else None,
     )
 
@@ -433,10 +429,10 @@ async def create_video(request: Request, state: State, jobs: Changeable, key: _K
     made = resolve(wanted, ready, runner.LONGEST_JOB_S, state.config.model.name)
     picture = await bodies.given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     prompt = wanted.prompt is not None
-    given = await bodies.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
-    sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
-    known_by = None if key is None else idempotency(key, state.caller(request), wanted, *sent)
-    job = await jobs.submit(made, address_of(request), picture, given, known_by)
+    features = await bodies.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    given = files if picture is None else files | {store.PICTURE: picture.tobytes()}
+    known_by = None if key is None else idempotency(key, state.caller(request), wanted, given)
+    job = await jobs.submit(replace(made, strength=features.strength), address_of(request), given, known_by)
     return video_of(job, jobs.progress(job))
 
 

@@ -105,10 +105,8 @@ async def describe_viewer(request: Request, state: State, session: SessionId, id
     _VIEWER, status_code=204, summary="Add candidates (trickle ICE)",
     **operation(None, 404, 429, body=body_of(TRICKLE_TYPE)),
 )  # fmt: skip
-async def add_candidates(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
-    fragment = await _read_sdp(request, *_FRAGMENT)
-    await state.viewers.trickle(session, id, fragment, address_of(request))
-    return Response(status_code=204)
+async def add_candidates(request: Request, state: State, session: SessionId, id: _ViewerId) -> None:
+    await state.viewers.trickle(session, id, await _read_sdp(request, *_FRAGMENT), address_of(request))
 
 
 @watching.delete(
@@ -140,9 +138,8 @@ async def describe_feeding() -> Response:
     _SENDER, status_code=204, summary="Add candidates (trickle ICE)",
     **operation("steer", 404, 410, 503, body=body_of(TRICKLE_TYPE)),
 )  # fmt: skip
-async def add_sender_candidates(request: Request, state: State, live: Steered, id: _SenderId) -> Response:
+async def add_sender_candidates(request: Request, state: State, live: Steered, id: _SenderId) -> None:
     await state.feeders.trickle(live.id, id, await _read_sdp(request, *_FRAGMENT), address_of(request))
-    return Response(status_code=204)
 
 
 @feeding.delete(

@@ -14,14 +14,8 @@ from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import TokenBucket
-from streamdiff.server.sessions.control import (
-    CONTROLS_PER_S,
-    MAX_MESSAGE_BYTES,
-    MESSAGES_PER_S,
-    ChangeMessage,
-    ControlError,
-    parse,
-)
+from streamdiff.server.sessions import control
+from streamdiff.server.sessions.control import CONTROLS_PER_S, MAX_MESSAGE_BYTES, MESSAGES_PER_S, ControlError
 from streamdiff.server.sessions.live_session import LiveSession
 
 STATS_INTERVAL_S = 0.5
@@ -104,21 +98,21 @@ class ControlConnection(ABC):
     async def _carry_out(self, data: str | bytes) -> None:
         if isinstance(data, bytes):
             raise ControlError("binary", "Messages are JSON text in UTF-8, not binary.")
-        control = parse(data)
+        message = control.parse(data)
         wheel, watcher = self._session.wheel, self._watcher
-        if isinstance(control, ChangeMessage) and not (self._may_control or wheel.holds(watcher)):
+        if isinstance(message, control.ChangeMessage) and not (self._may_control or wheel.holds(watcher)):
             why = "You may watch, not steer: that takes the control token or the wheel."
-            raise ControlError("forbidden", why, id=control.id)
-        wheel.check(control, watcher)
-        if control.type == "get":
-            self.send(self._session.state(self._may_control) | {"id": control.id})
-        elif control.type == "wheel":
-            wheel.carry_out(control, watcher)
-            self.send({"type": "wheel", "id": control.id, **wheel.state()})
-        elif control.type == "ping":
-            self.send({"type": "pong", "id": control.id})
+            raise ControlError("forbidden", why, id=message.id)
+        wheel.check(message, watcher)
+        if message.type == "get":
+            self.send(self._session.state(self._may_control) | {"id": message.id})
+        elif message.type == "wheel":
+            wheel.carry_out(message, watcher)
+            self.send({"type": "wheel", "id": message.id, **wheel.state()})
+        elif message.type == "ping":
+            self.send({"type": "pong", "id": message.id})
         else:
-            await self._session.control(control, self._peer)
+            await self._session.control(message, self._peer)
 
     async def _send_stats(self) -> None:
         while True:

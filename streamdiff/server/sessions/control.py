@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
@@ -238,7 +239,9 @@ def parse(data: str | bytes) -> ControlMessage:
         raise ControlError("bad_json", f"This is not JSON: {str(error)[:120]}.") from error
     if not isinstance(message, dict):
         raise ControlError("bad_message", f"A message is a JSON object, not {type(message).__name__}.")
-    id, kind = _id(message), message.get("type")
+    kind, id = message.get("type"), None
+    with suppress(ValidationError):  # a message that is wrong is answered with its id, if that is not wrong itself
+        id = _ID.validate_python(message.get("id"), strict=True)
     if not isinstance(kind, str) or kind not in MESSAGES:
         known = ", ".join(MESSAGES)
         raise ControlError("unknown_type", f"`type` must be one of {known}; got {_echo(kind)}.", "type", id)
@@ -250,14 +253,6 @@ def parse(data: str | bytes) -> ControlMessage:
         return MESSAGES[kind].model_validate(message)
     except ValidationError as error:
         raise _refusal(kind, error.errors(include_url=False)[0], id) from error
-
-
-def _id(message: dict[str, Any]) -> Id:
-    """The id of a message that may be wrong otherwise; None where it is wrong itself."""
-    try:
-        return _ID.validate_python(message.get("id"), strict=True)
-    except ValidationError:
-        return None
 
 
 def _refusal(kind: str, fault: ErrorDetails, id: Id) -> ControlError:
@@ -396,26 +391,18 @@ class Receipt:
     steps: int | None = None
     fps: float | None = None
 
-    @property
-    def id(self) -> Id:
-        """The id that the peer gave its message."""
-        return self.control.id
-
     def at(self, stage: Stage, now_s: float, **more: Any) -> Receipt:
         """The receipt of a stage that is reached now."""
         return replace(self, stage=stage, lag_s=max(0.0, now_s - self.begun_s), **more)
 
     def message(self) -> dict[str, Any]:
         """The JSON message for viewers, without unset fields."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("owner", "control", "begun_s"):
-            del values[name]
-        switch = self.control.switch if isinstance(self.control, PromptMessage) else None
-        known = {name: value for name, value in values.items() if value not in (None, "")}
-        about: dict[str, Any] = {"type": "receipt", "id": self.id, "kind": self.control.type}
-        if isinstance(self.control, ControlsMessage) and self.control.t is not None:
-            about["t"] = self.control.t
-        return about | known | {"lag_s": round(self.lag_s, 4)} | ({"switch": switch} if switch else {})
+        said: Any = self.control
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"lag_s": round(self.lag_s, 4)}
+        values |= {name: getattr(said, name, None) for name in ("t", "switch")}
+        hidden = ("owner", "control", "begun_s")
+        known = {name: value for name, value in values.items() if value not in (None, "") and name not in hidden}
+        return {"type": "receipt", "id": said.id, "kind": said.type} | known
 
 
 class RequestTracker:

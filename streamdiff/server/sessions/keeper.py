@@ -28,7 +28,6 @@ from streamdiff.engine.features import NAMES, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Ready, Save
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.sessions.control import StreamEnded
 from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
 from streamdiff.snapshot_header import read_saved_session
@@ -36,9 +35,9 @@ from streamdiff.snapshot_header import read_saved_session
 logger = logging.getLogger(__name__)
 
 
-def _log(level: int, message: str, id: str, *arguments: object, **fields: object) -> None:
-    """Log what becomes of session `id`, which `message` names first."""
-    logger.log(level, message, id, *arguments, extra=log_fields(session=id, **fields))
+def _log(level: int, message: str, id: str, **fields: object) -> None:
+    """Log what becomes of session `id`."""
+    logger.log(level, message, {"session": id, **fields})
 
 
 SAVE_LIMIT_S = 60.0
@@ -156,20 +155,17 @@ class SavedFolder:
         try:
             self._of(id).unlink(missing_ok=True)
         except OSError as error:
-            _log(logging.ERROR, "What was kept of session %s cannot be removed: %s", id, error)
+            _log(logging.ERROR, "What was kept of session %(session)s cannot be removed: %(why)s", id, why=error)
 
     def set_aside(self, id: str, why: str) -> None:
         """Keep the file of a session that cannot be opened under another name, and say so."""
-        self._set_aside(self._of(id), why)
-
-    def _set_aside(self, path: Path, why: str) -> None:
+        path = self.path / f"{id}{_END}"
         aside = path.with_name(path.name + _REFUSED)
         try:
             path.replace(aside)
         except OSError as error:
             why, aside = f"{why}; it cannot be renamed: {error}", path
-        name = path.name.removesuffix(_END)
-        _log(logging.ERROR, "Session %s is not opened again, %s stays: %s", name, aside, why)
+        _log(logging.ERROR, "Session %(session)s is not opened again, %(file)s stays: %(why)s", id, file=aside, why=why)
 
     def _of(self, id: str) -> Path:
         assert _ID.fullmatch(id), f"{id!r} is no name of a file"
@@ -187,7 +183,7 @@ class SavedFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError, ValueError) as error:
-            self._set_aside(path, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            self.set_aside(path.name.removesuffix(_END), f"{type(error).__name__}: {str(error).splitlines()[0]}")
             return None
         return SavedFile(record, snapshot, self)
 
@@ -203,10 +199,12 @@ class _Snapshot:
 
 
 class SnapshotKeeper:
-    """The snapshots of one server. `folders` are `serve.handover` and `serve.state_dir`, see `open_folders`."""
+    """The snapshots of one server. `folders` are `serve.handover` and `serve.state_dir`, see `open_folders`; `found`:
+    the sessions in them, see `find_sessions`."""
 
-    def __init__(self, serve: ServeConfig, folders: Sequence[SavedFolder | None]) -> None:
+    def __init__(self, serve: ServeConfig, folders: Sequence[SavedFolder | None], found: Sequence[SavedFile]) -> None:
         self.handover, self._folder = folders
+        self.found = found
         self._keep_s = serve.keep_s
         self._kept: dict[str, _Snapshot] = {}
         self._next_s: dict[str, float] = {}  # when a session is kept again
@@ -246,7 +244,8 @@ class SnapshotKeeper:
         except (RequestError, EngineFailure, StreamEnded, TimeoutError, OSError) as error:
             if session.id not in self._unable and not isinstance(error, EngineFailure | StreamEnded):
                 self._unable.add(session.id)
-                _log(logging.WARNING, "Session %s could not be kept: %s", session.id, error or "no answer")
+                why = str(error) or "no answer"
+                _log(logging.WARNING, "Session %(session)s could not be kept: %(why)s", session.id, why=why)
             return
         if session.closed:  # meanwhile
             if self._folder is not None:
@@ -286,14 +285,14 @@ class SnapshotKeeper:
             found.folder.remove(session.id)
         if not snapshot:
             if session.playback.made_frames:
-                _log(logging.WARNING, "Session %s restarts: nothing of its stream was saved.", session.id)
+                _log(logging.WARNING, "Session %(session)s restarts: nothing of its stream was saved.", session.id)
             return 0.0
         saved = read_saved_session(snapshot)
         lost_s = max(0, session.playback.made_frames - saved.made_frames) / session.fps
         if self._keep_s is not None:
             self._kept.setdefault(session.id, _Snapshot(snapshot, saved.made_frames, session.resets))
-        told, frame = "Session %s continues from a snapshot, frame %d: %.2f s of it are lost.", saved.made_frames
-        _log(logging.WARNING, told, session.id, frame, lost_s, lost_s=round(lost_s, 3), frame=frame)
+        told = "Session %(session)s continues from a snapshot, frame %(frame)d: %(lost_s).2f s of it are lost."
+        _log(logging.WARNING, told, session.id, lost_s=round(lost_s, 3), frame=saved.made_frames)
         return lost_s
 
     def refused(self, session: LiveSession, why: str) -> bool:
@@ -303,7 +302,7 @@ class SnapshotKeeper:
             found.folder.set_aside(session.id, why)
             return False
         self.forget(session.id)
-        _log(logging.WARNING, "Session %s restarts instead of resuming: %s", session.id, why)
+        _log(logging.WARNING, "Session %(session)s restarts instead of resuming: %(why)s", session.id, why=why)
         return True
 
     def forget(self, id: str) -> None:
@@ -353,14 +352,14 @@ class SnapshotKeeper:
             except OSError as error:
                 kept = self._kept.pop(session.id, None) is not None and self._folder is not None
                 how = "is only handed over as it was last kept" if kept or found is not None else "is lost"
-                _log(logging.ERROR, "Session %s %s: %s", session.id, how, error)
+                _log(logging.ERROR, f"Session %(session)s {how}: %(why)s", session.id, why=error)
                 continue
             if found is not None and found.folder is not self.handover:
                 found.folder.remove(session.id)
             if data:
-                _log(logging.INFO, "Session %s is handed over.", session.id)
+                _log(logging.INFO, "Session %(session)s is handed over.", session.id)
             else:
-                told = "Session %s is handed over without its stream, which restarts: no engine could save it."
+                told = "Session %(session)s is handed over without its stream, which restarts: no engine could save it."
                 _log(logging.WARNING, told, session.id)
 
 
@@ -418,21 +417,13 @@ def record_of(session: LiveSession) -> SavedRecord:
         name: bytes(value) if isinstance(value, memoryview) else value
         for name, value in session.features.fields().items()
     }
+    own = ("id", "prompt", "text", "seed", "kv_context", "paused", "rev", "epoch")
     return SavedRecord(
-        id=session.id,
+        **{name: getattr(session, name) for name in own},
+        **{name: getattr(demand, name) for name in ("fps", "steps", "adaptive")},
         view_token=tokens.view,
         control_token=tokens.control,
-        prompt=session.prompt,
-        text=session.text,
-        seed=session.seed,
-        fps=demand.fps,
-        steps=demand.steps,
-        adaptive=demand.adaptive,
-        kv_context=session.kv_context,
         image=None if session.image is None else session.image.tobytes(),
-        paused=session.paused,
-        rev=session.rev,
-        epoch=session.epoch,
         made_frames=session.playback.made_frames,
         age_s=now_s - session.lifetime.opened_s,
         **features,

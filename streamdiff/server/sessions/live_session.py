@@ -27,19 +27,7 @@ from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions import control
-from streamdiff.server.sessions.control import (
-    LOAD,
-    ControlError,
-    ControlMessage,
-    ControlsMessage,
-    EngineStatus,
-    Id,
-    Receipt,
-    RequestTracker,
-    StreamEnded,
-    demand_after,
-    load_limited_fields,
-)
+from streamdiff.server.sessions.control import ControlError, ControlMessage, ControlsMessage, EngineStatus, Id, Receipt
 from streamdiff.server.sessions.steering import Steering
 from streamdiff.server.sessions.video_input import VideoInput
 from streamdiff.server.sessions.wheel import BlockedWords, Watcher, Wheel
@@ -50,6 +38,8 @@ logger = logging.getLogger(__name__)
 STALLED_S = 2.0
 OPENING = "open"
 """`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
+_OF_THE_ENGINE = control.PromptMessage | control.ResetMessage | control.StepsMessage | control.StrengthMessage
+"""What the engine answers."""
 Mailbox = Callable[[dict[str, Any]], None]
 
 
@@ -129,7 +119,7 @@ class LiveSession:
         self.lifetime = Lifetime(clock.monotonic_s())
         self.peers: dict[str, tuple[Mailbox, bool, Watcher]] = {}
         """By name: how a peer is sent a message, whether it may control the session, and who it is at the wheel."""
-        self._requests = RequestTracker()
+        self._requests = control.RequestTracker()
         # Figures.
         self._made, self._shown, self._repeated, self._dropped = Rate(), Rate(), CounterDelta(), CounterDelta()
         self._opening_s: float | None = None  # when `Open` was sent, until the first frame is made
@@ -297,7 +287,7 @@ class LiveSession:
         self.closed = True
         self._settle(OPENING, EngineFailure("the session ended before it was opened"))
         for name in self._answers:
-            self._settle(name, StreamEnded(self.id))
+            self._settle(name, control.StreamEnded(self.id))
         self.steering.close()
         self.wheel.close()
         if self.input is not None:
@@ -313,7 +303,14 @@ class LiveSession:
         match event:
             case FrameBatch():
                 self.playback.push(event, now_s)
-                self._count_made(len(event.pictures), event.chunk_s, now_s)
+                self._made.add(len(event.pictures), now_s)
+                self._metrics.made.labels(self.id).inc(len(event.pictures))
+                if self._opening_s is not None:
+                    self._metrics.session_first_s.observe(now_s - self._opening_s)
+                    self._opening_s = None
+                if event.chunk_s is not None:
+                    self._chunk_s = event.chunk_s
+                    self._metrics.chunk_s.labels(self.id).observe(event.chunk_s)
             case messages.Opened():
                 self.engine, self.place, self.epoch = EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
@@ -331,10 +328,18 @@ class LiveSession:
                 self._deliver(self._requests.controls_applied(names, frame, now_s, chunk))
             case messages.Saved():
                 self._settle(event.request, event.data)
-            case messages.Refused():
-                self._handle_refused(event, now_s)
-            case messages.InputUsed():
-                self._handle_input_used(event)
+            case messages.Refused(request=request, field=field, reason=reason):
+                if self._settle(request, RequestError(field, reason, event.code)):  # to open, or to save
+                    return
+                if isinstance(self._requests.find(request), control.StepsMessage):
+                    self._demand, self._sent_steps = replace(self._demand, steps=self.steps), self.steps
+                self._deliver(self._requests.refused(request, field, reason, now_s))
+            case messages.InputUsed() if (source := self.input) is not None:
+                failed, source.used = event.fault and not source.used.fault, event
+                if failed:
+                    logger.warning("The video for session %s cannot be encoded: %s.", self.id, event.fault)
+                    self._send_state()
+                    source.end_soon("encoder")
             case messages.Swapped():
                 self.place = event.place
             case messages.Closed():
@@ -342,11 +347,7 @@ class LiveSession:
 
     def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch
-        message = self._requests.find(event.request)
-        if isinstance(message, ControlsMessage):  # the state does not tell what is held
-            self._deliver(self._requests.accepted(event.request, event.epoch, "", "", now_s))
-            return
-        match message:
+        match message := self._requests.find(event.request):
             case control.ResetMessage(seed=seed) as reset:
                 self.playback.clear_before(event.epoch)
                 self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
@@ -368,15 +369,8 @@ class LiveSession:
             self.text, self.notice = event.text, event.notice
             self.prompt = self.prompt if event.request else event.text  # of the timeline
         self._deliver(self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s))
-        self._send_state()
-
-    def _handle_refused(self, event: messages.Refused, now_s: float) -> None:
-        if self._settle(event.request, RequestError(event.field, event.reason, event.code)):  # to open, or to save
-            return
-        if isinstance(self._requests.find(event.request), control.StepsMessage):
-            self._demand = replace(self._demand, steps=self.steps)
-            self._sent_steps = self.steps
-        self._deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+        if not isinstance(message, ControlsMessage):  # the state does not tell what is held
+            self._send_state()
 
     def _on_shown(self, frame: int, epoch: int, pts: int) -> None:
         """A new frame is on show. Mutates: self."""
@@ -421,16 +415,6 @@ class LiveSession:
         with suppress(EngineFailure):  # the next one gets what comes then
             await self._send(messages.InputFrames(self.id, frames))
 
-    def _handle_input_used(self, event: messages.InputUsed) -> None:
-        if (source := self.input) is None:
-            return
-        failed = event.fault and not source.used.fault
-        source.used = event
-        if failed:
-            logger.warning("The video for session %s cannot be encoded: %s.", self.id, event.fault)
-            self._send_state()
-            source.end_soon("encoder")
-
     # ---- requests -----------------------------------------------------------------------------------------------
 
     async def control(self, message: ControlMessage, owner: str) -> str:
@@ -443,10 +427,15 @@ class LiveSession:
         self.check([message])
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
-        self._demand = demand_after(self._demand, message)
-        if isinstance(message, ControlsMessage):
-            return await self._hold(message, owner)
-        request = self._requests.begin(message, owner, clock.monotonic_s(), **load_limited_fields(message, self.limit))
+        self._demand = control.demand_after(self._demand, message)
+        if isinstance(message, ControlsMessage):  # with an id, or where an answer is waited for, it has receipts
+            self.playback.steer()
+            answered = message.id is not None or owner in self._answers
+            request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
+            await self.steering.hold(owner, message.values, request)
+            return request
+        less = control.load_limited_fields(message, self.limit)
+        request = self._requests.begin(message, owner, clock.monotonic_s(), **less)
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
@@ -466,23 +455,6 @@ class LiveSession:
                 await self._send_steps(self.limit.steps_of(steps), request)
             case control.StrengthMessage(strength=strength):
                 await self._send(messages.SetInput(self.id, strength, request))
-            case _:
-                await self._carry_out_here(message)
-                now_s = clock.monotonic_s()
-                self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
-                self._requests.forget(request)
-        return request
-
-    async def _hold(self, message: ControlsMessage, owner: str) -> str:
-        """Hold controls; with an id, or where an answer is waited for, it has receipts. Mutates: self."""
-        answered = message.id is not None or owner in self._answers
-        request = self._requests.begin(message, owner, clock.monotonic_s()) if answered else ""
-        await self.steering.hold(owner, message.values, request)
-        return request
-
-    async def _carry_out_here(self, message: ControlMessage) -> None:
-        """Carry out a message for which the engine makes nothing else. Mutates: self."""
-        match message:
             case control.FpsMessage(fps=fps):
                 self.playback.set_fps(fps)
                 await self._show_fps()
@@ -490,6 +462,11 @@ class LiveSession:
                 self._send_state()
             case control.HoldMessage():
                 await self._set_paused(message.type == "pause")
+        if not isinstance(message, _OF_THE_ENGINE):
+            now_s = clock.monotonic_s()
+            self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
+            self._requests.forget(request)
+        return request
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted`; `asked` when it has not answered
@@ -511,9 +488,9 @@ class LiveSession:
                     raise Problem(504, text, code="engine") from error
                 return Receipt(request, owner, message, begun_s, lag_s=timeout_s)
             except EngineFailure as error:
-                raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error
+                raise Unavailable("engine", f"The engine stopped: {error}", 5) from error
         if receipt.stage == "refused":
-            raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.id)
+            raise Problem(422, receipt.reason, code="refused", field=receipt.field, id=receipt.control.id)
         return receipt
 
     def check(self, messages: Sequence[ControlMessage]) -> None:
@@ -530,7 +507,7 @@ class LiveSession:
                 now = f"its state has revision {self.rev}, the request is for {message.if_rev}"
                 raise ControlError("conflict", f"The session has changed: {now}.", "if_rev", message.id)
             control.check_value(message, self._ready, self.switches, fed=self.input is not None)
-            before, demand = demand, demand_after(demand, message)
+            before, demand = demand, control.demand_after(demand, message)
             more = demand.fps > before.fps or demand.steps > before.steps or demand.adaptive < before.adaptive
             if more and (no_time := self._no_time(demand)) is not None:
                 raise ControlError("no_capacity", no_time.detail, message.type, message.id, no_time.headers)
@@ -545,7 +522,7 @@ class LiveSession:
         steps = limit.steps_of(self._demand.steps)
         if steps != self._sent_steps and self.engine.state != "waiting":  # `ask_open` sends them
             message = control.StepsMessage(type="steps", steps=steps)
-            request = self._requests.begin(message, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
+            request = self._requests.begin(message, control.LOAD, clock.monotonic_s(), steps=steps, reason=control.LOAD)
             await self._send_steps(steps, request)
         if slower:
             await self._show_fps()
@@ -593,7 +570,7 @@ class LiveSession:
     def _deliver(self, receipts: Sequence[Receipt]) -> None:
         """Send receipts to the peers that made the requests, and count them. Mutates: self."""
         for receipt in receipts:
-            if receipt.owner == LOAD:
+            if receipt.owner == control.LOAD:
                 self.broadcast(receipt.message())
                 continue
             kind, stage, lag_s = receipt.control.type, receipt.stage, receipt.lag_s
@@ -623,7 +600,7 @@ class LiveSession:
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             "adaptive": demand.adaptive,
-            "reason": LOAD if self.limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
+            "reason": control.LOAD if self.limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
             "asked_steps": demand.steps,
             "fps": fps,
             "asked_fps": demand.fps,
@@ -662,17 +639,6 @@ class LiveSession:
         swapped_out = self.idle and self.place != "device"
         holds = self.input is not None and self.input.holds
         return 0.0 if self.paused or swapped_out or holds else self.playback.stalled_s()
-
-    def _count_made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
-        """The engine made so many frames; `chunk_s` is what their chunk took, with its last ones. Mutates: self."""
-        self._made.add(frames, now_s)
-        self._metrics.made.labels(self.id).inc(frames)
-        if self._opening_s is not None:
-            self._metrics.session_first_s.observe(now_s - self._opening_s)
-            self._opening_s = None
-        if chunk_s is not None:
-            self._chunk_s = chunk_s
-            self._metrics.chunk_s.labels(self.id).observe(chunk_s)
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: self, the metrics."""

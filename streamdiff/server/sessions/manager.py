@@ -23,11 +23,10 @@ from streamdiff.engine.process.supervisor import EngineSupervisor, Restarting
 from streamdiff.errors import NOT_FINITE, ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import Lifetime, LoadPolicy, ViewerDemand, least_share
-from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.problem import Problem, Unavailable
 from streamdiff.server.sessions.control import EngineStatus, StrengthMessage
-from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
+from streamdiff.server.sessions.keeper import SnapshotKeeper, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput, play
 from streamdiff.server.sessions.wheel import BlockedWords
@@ -214,8 +213,8 @@ class EngineLoad:
                 continue
             down = steps < session.steps or fps < session.fps
             self._metrics.load_changes.labels("down" if down else "up").inc()
-            fields = log_fields(session=id, steps=steps, fps=fps)
-            logger.info("By load, session %s has %d steps, %g frames/s.", id, steps, fps, extra=fields)
+            told = "By load, session %(session)s has %(steps)d steps, %(fps)g frames/s."
+            logger.info(told, {"session": id, "steps": steps, "fps": fps})
             with contextlib.suppress(EngineFailure):  # what reads its events says so
                 await session.limit_to(limit)
 
@@ -223,17 +222,9 @@ class EngineLoad:
 class Manager:
     """The open sessions. While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
-    def __init__(
-        self,
-        config: Config,
-        connection: EngineSupervisor,
-        ready: Ready,
-        metrics: Metrics,
-        keeper: SnapshotKeeper,
-        found: Sequence[SavedFile],
-    ) -> None:
-        """`found`: sessions of a previous server to resume."""
-        self.ready = ready
+    def __init__(self, config: Config, connection: EngineSupervisor, metrics: Metrics, keeper: SnapshotKeeper) -> None:
+        """The sessions that `keeper` has found of a server before this one are resumed."""
+        self.ready = ready = connection.ready
         self.engine = EngineStatus()
         self.draining = False
         self.ended = asyncio.Event()
@@ -250,13 +241,13 @@ class Manager:
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.keeper, self.words = keeper, BlockedWords(config.serve)
-        self._reopening: dict[str, Data | None] = {}
+        self.reopening: dict[str, Data | None] = {}
         """Sessions that a new engine was asked for and has not answered, and what `keeper.snapshot` gave of each."""
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height)[None]
         spec = StreamSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
         self._begin_with = None if start.snapshot is None else read_snapshot(start.snapshot)
-        if any(each.record.id == DEFAULT_SESSION for each in found):
+        if any(each.record.id == DEFAULT_SESSION for each in keeper.found):
             self._begin_with = None
         elif self._begin_with is None:
             if image is not None or not ready.begins_with_picture:  # else viewers open sessions, with their pictures
@@ -265,7 +256,7 @@ class Manager:
             saved = read_saved_session(self._begin_with, str(start.snapshot))
             spec = spec.resumed(saved, start.prompt if "prompt" in start.model_fields_set else None)
             self._add(DEFAULT_SESSION, spec).playback.resume_at(saved.made_frames)
-        for each in sorted(found, key=lambda each: each.record.id != DEFAULT_SESSION):
+        for each in sorted(keeper.found, key=lambda each: each.record.id != DEFAULT_SESSION):
             session = self._add(each.record.id, spec_of(each.record, ready))
             session.reserved_until_s = clock.monotonic_s() + RESERVED_S
             self.keeper.take_up(each, session, config.serve)
@@ -280,11 +271,6 @@ class Manager:
     def sessions(self) -> list[LiveSession]:
         """All sessions, in the order of their opening."""
         return list(self._sessions.values())
-
-    @property
-    def opening(self) -> list[LiveSession]:
-        """Sessions of before that a new engine has not answered for yet."""
-        return [session for session in self.sessions if session.id in self._reopening]
 
     @property
     def waiting(self) -> list[LiveSession]:
@@ -356,8 +342,8 @@ class Manager:
             if isinstance(error, TimeoutError | EngineFailure):
                 raise Unavailable("engine", "The engine did not open the session.", ENDED_RETRY_S) from error
             raise
-        fields = log_fields(session=session.id, fps=session.fps, steps=session.steps, seed=session.seed)
-        logger.info("Session %s was opened.", session.id, extra=fields)
+        fields = {name: getattr(session, name) for name in ("fps", "steps", "seed")}
+        logger.info("Session %(session)s was opened.", {"session": session.id, **fields})
         return session
 
     async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
@@ -384,8 +370,8 @@ class Manager:
         self._end_reasons[id] = reason
         if len(self._end_reasons) > REMEMBERED:
             del self._end_reasons[next(iter(self._end_reasons))]
-        level, fields = logging.WARNING if why else logging.INFO, log_fields(session=id, reason=reason)
-        logger.log(level, "Session %s ends: %s.", id, f"{reason}: {why}" if why else reason, extra=fields)
+        told = "Session %(session)s ends: %(reason)s: %(why)s." if why else "Session %(session)s ends: %(reason)s."
+        logger.log(logging.WARNING if why else logging.INFO, told, {"session": id, "reason": reason, "why": why})
         ended = {"type": "session_ended", "reason": reason}
         session.broadcast(ended | {"message": why} if why else ended, ended)
         may_be_open = session.may_be_open
@@ -421,7 +407,7 @@ class Manager:
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
         self._sessions.pop(session.id, None)
-        self._reopening.pop(session.id, None)
+        self.reopening.pop(session.id, None)
         self.keeper.forget(session.id)
         if self.on_end is not None:
             await self.on_end(session)
@@ -469,7 +455,7 @@ class Manager:
                 snapshot = self._begin_with
             if session.closed or session.opened:  # meanwhile
                 continue
-            self._reopening[session.id] = snapshot
+            self.reopening[session.id] = snapshot
             with contextlib.suppress(EngineFailure):  # it has ended at once, and the event that says so comes next
                 await session.ask_open(snapshot or None)
 
@@ -477,18 +463,13 @@ class Manager:
         """Ask once more for one session that waits for memory: one that is watched before others, then the one that
         was asked for longest ago."""
         session = min(self.waiting, key=lambda each: (each.idle, each.asked_s), default=None)
-        if session is None or self._reopening or not self.engine.running or self.refuse_viewer(session):
+        if session is None or self.reopening or not self.engine.running or self.refuse_viewer(session):
             return
         if clock.monotonic_s() - session.asked_s >= MEMORY_RETRY_S:
-            self._reopening[session.id] = None
+            self.reopening[session.id] = None
             if self.make_room is not None:
                 await self.make_room()
             await self._ask_open([session])
-
-    async def hand_over(self) -> None:
-        """Open no more sessions, and leave those there are in `serve.handover` for the next server."""
-        self.draining = True
-        await self.keeper.hand_over(self.sessions)
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
@@ -521,7 +502,7 @@ class Manager:
                 case Restarting():
                     self.engine = EngineStatus("restarting", event.reason, event.retry_after_s)
                     self._metrics.engine_restarts.inc()
-                    self._reopening.clear()
+                    self.reopening.clear()
                     for session in self.sessions:
                         session.engine_lost(self.engine)
                 case Ready():
@@ -545,7 +526,7 @@ class Manager:
             return False
         if refused.code == "memory":  # it is the first that is asked for: at the start the others have none of it yet
             return default.engine.running
-        return self._reopening.get(DEFAULT_SESSION) is None or self._begin_with is not None
+        return self.reopening.get(DEFAULT_SESSION) is None or self._begin_with is not None
 
     def _dispatch(self, event: messages.StreamEvent) -> None:
         """Hand an event to its session, if that is still open."""
@@ -553,8 +534,8 @@ class Manager:
         if session is None:
             return
         answers = isinstance(event, messages.Opened) or (isinstance(event, Refused) and event.request == OPENING)
-        if answers and session.id in self._reopening:
-            snapshot = self._reopening.pop(session.id)
+        if answers and session.id in self.reopening:
+            snapshot = self.reopening.pop(session.id)
             if isinstance(event, Refused):
                 self._not_reopened(session, event, snapshot)
                 return
@@ -580,10 +561,8 @@ class Manager:
         does not fit, or ends."""
         if refused.code == "memory":
             if session.engine.state != "waiting":
-                fields = log_fields(session=session.id)
-                logger.warning(
-                    "Session %s is opened when there is memory: %s", session.id, refused.reason, extra=fields
-                )
+                told = "Session %(session)s is opened when there is memory: %(why)s"
+                logger.warning(told, {"session": session.id, "why": refused.reason})
             session.wait_for_memory(refused.reason)
         else:  # viewers take time to go, and others wait for events
             self._tasks.append(asyncio.create_task(self._start_over(session, refused.reason, snapshot)))
@@ -594,7 +573,7 @@ class Manager:
         if not starts_over and session.id != DEFAULT_SESSION:
             await self.end(session.id, "restart", why)
             return
-        self._reopening[session.id] = None
+        self.reopening[session.id] = None
         with contextlib.suppress(EngineFailure):  # as in `_ask_open`
             await session.ask_open()
 
@@ -620,6 +599,5 @@ async def _play_file(session: LiveSession, source: VideoInput, path: str) -> Non
     try:
         await play(path, push=source.push, wanted=lambda: not session.idle)
     except ConfigError as error:
-        fields = log_fields(session=session.id)
-        logger.error("The video for session %s has ended: %s", session.id, error, extra=fields)
+        logger.error("The video for session %(session)s has ended: %(why)s", {"session": session.id, "why": error})
     await session.end_input(source)

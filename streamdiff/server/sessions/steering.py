@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from streamdiff import clock
 from streamdiff.engine.messages import Command, SetControls
 from streamdiff.errors import EngineFailure
+from streamdiff.server.tasks import wait_at_most
 
 SILENCE_S = 1.0
 """After so long without a message, what somebody holds is let go: clients say it again while keys are held."""
@@ -96,9 +97,7 @@ class Steering:
         while True:
             next_s = self._held.next_s()
             self._left.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SILENCE_S if next_s is None else max(0.0, next_s - clock.monotonic_s())):
-                    await self._left.wait()
+            await wait_at_most(self._left, SILENCE_S if next_s is None else max(0.0, next_s - clock.monotonic_s()))
             if released := self._held.let_go(clock.monotonic_s()):
                 with suppress(EngineFailure):
                     await self._send(SetControls(self._session, released))

@@ -15,7 +15,7 @@ import inspect
 import logging
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, partialmethod
 from queue import Queue
 from types import SimpleNamespace
@@ -161,7 +161,7 @@ def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callab
             raise _TooMuchData(f"more than {HELD_CHUNKS} SCTP chunks of messages that are not complete")
 
     async def deliver_text(stream_id: int, protocol: int, data: bytes) -> None:
-        broken = protocol == WEBRTC_STRING and not _is_utf8(data)
+        broken = protocol == WEBRTC_STRING and data.decode(errors="ignore").encode() != data
         await deliver(stream_id, WEBRTC_BINARY if broken else protocol, data)
 
     capabilities = RTCSctpCapabilities(maxMessageSize=max_message_bytes)
@@ -227,22 +227,17 @@ def listen(pc: RTCPeerConnection, on_heard: Callable[[], None]) -> None:
             setattr(dtls, name, partial(_after, (on_heard,), getattr(dtls, name)))
 
 
-def on_media(pc: RTCPeerConnection, call: Callable[[], None]) -> None:
-    """Call `call` for every packet of the peer's video that is more than padding. To be called between the offer and
-    the answer. Mutates: pc."""
-    for transceiver in pc.getTransceivers():
-        codec, receiver = negotiated_codec(transceiver), transceiver.receiver
-        if codec is not None and transceiver.kind == "video":
-            handle = partial(_handle_media, call, codec.payloadType, receiver._handle_rtp_packet)
-            setattr(receiver, "_handle_rtp_packet", handle)  # noqa: B010
+def on_media(transceiver: RTCRtpTransceiver, call: Callable[[], None]) -> None:
+    """Call `call` for every packet in the negotiated codec that is more than padding. To be called between the offer
+    and the answer. Mutates: transceiver."""
+    codec, handle = negotiated_codec(transceiver), transceiver.receiver._handle_rtp_packet
 
+    async def listen(packet: Any, **when: Any) -> None:
+        if packet.payload and codec is not None and packet.payload_type == codec.payloadType:
+            call()
+        await handle(packet, **when)
 
-async def _handle_media(
-    call: Callable[[], None], payload_type: int, handle: Callable[..., Awaitable[None]], packet: Any, **when: Any
-) -> None:
-    if packet.payload and packet.payload_type == payload_type:
-        call()
-    await handle(packet, **when)
+    setattr(transceiver.receiver, "_handle_rtp_packet", listen)  # noqa: B010
 
 
 def _after(first: Sequence[Callable[[], None]], call: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -268,14 +263,6 @@ async def _query_consent(self: Any, asked: asyncio.Event, on_heard: Callable[[],
         silent = 0 if answered else silent + 1
     self._query_consent_task = None
     await self.close()
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 async def close(pc: RTCPeerConnection, limit_s: float) -> bool:

@@ -13,9 +13,7 @@ import hmac
 import logging
 import random
 import secrets
-from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from aiortc import RTCIceServer
@@ -23,6 +21,7 @@ from aiortc import RTCIceServer
 from streamdiff import clock
 from streamdiff.config import IceServer
 from streamdiff.errors import ConfigError
+from streamdiff.server.auth import read_setting_file
 from streamdiff.server.webrtc.aiortc_compat import GATHER_S
 
 logger = logging.getLogger(__name__)
@@ -76,30 +75,26 @@ def _with_credential(server: IceServer) -> IceServer:
     if (credential := _read(server, "credential_file")) is None:
         return server
     try:
-        return IceServer(url=server.url, username=server.username, credential=credential.decode())
+        return IceServer(url=server.url, username=server.username, credential=credential)
     except ValueError:
         file = f"serve.ice_servers: {server.url}: credential_file {server.credential_file}"
         raise ConfigError(f"{file} has blanks, quotes or backslashes in it; it holds one word") from None
 
 
-def _read(server: IceServer, setting: Literal["secret_file", "credential_file"]) -> bytes | None:
+def _read(server: IceServer, setting: Literal["secret_file", "credential_file"]) -> str | None:
     path: str | None = getattr(server, setting)
-    name = f"serve.ice_servers: {server.url}: {setting} {path}"
+    name = f"serve.ice_servers: {server.url}: {setting}"
     if path is None:
         return None
-    try:
-        secret = Path(path).read_bytes().removeprefix(BOM_UTF8).strip()
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
-    if not secret:
+    if not (secret := read_setting_file(path, name).strip()):
         what = "secret (coturn: static-auth-secret)" if setting == "secret_file" else "credential"
-        raise ConfigError(f"{name} is empty; it holds the TURN server's {what}")
+        raise ConfigError(f"{name} {path} is empty; it holds the TURN server's {what}")
     return secret
 
 
-def _signed(server: IceServer, secret: bytes) -> IceServer:
+def _signed(server: IceServer, secret: str) -> IceServer:
     name = f"{round(clock.wall_s()) + CREDENTIAL_S}:{secrets.token_hex(4)}"
-    digest = hmac.digest(secret, name.encode(), "sha1")
+    digest = hmac.digest(secret.encode(), name.encode(), "sha1")
     return IceServer(url=server.url, username=name, credential=base64.b64encode(digest).decode())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +22,6 @@ from aiortc import MediaStreamTrack, RTCConfiguration, RTCDataChannel, RTCPeerCo
 from aiortc.mediastreams import MediaStreamError
 
 from streamdiff import clock
-from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Codec
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
@@ -295,7 +295,10 @@ class Viewers(Peers[Viewer]):
         Raises:
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
         """
-        wanted = self._wanted_codecs(codec)
+        wanted = self._codecs if codec is None else tuple(each for each in self._codecs if each == codec.lower())
+        if codec is not None and not wanted:
+            known = ", ".join(self._codecs)
+            raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
         checked = sdp.check_offer(offer, "viewer", wanted)
         refusal = self._slots.refusal(address)
         stale = self._stale_connection_of(client_id, address) if refusal is not None else None
@@ -311,7 +314,7 @@ class Viewers(Peers[Viewer]):
                 await self._end(stale, "ghost")
             answer = await answered(checked, self._negotiate(viewer, wanted), "the video of one more viewer")
         self._ice.take_answer(ice, answer)
-        logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
+        logger.info("A viewer joins session %(session)s.", _fields_of(viewer))
         return viewer.id, answer
 
     async def stop(self) -> None:
@@ -366,20 +369,11 @@ class Viewers(Peers[Viewer]):
         if viewer.channel is not None:
             viewer.channel.close()
         self._metrics.viewers_ended.labels(end).inc()
-        logger.info("A viewer has left: %s.", end, extra=_fields_of(viewer, end=end))
+        logger.info("A viewer has left: %(end)s.", _fields_of(viewer) | {"end": end})
         if not await viewer.close():
             logger.warning("A viewer's connection was ended by force: no good-bye within %g s (%s).", CLOSE_S, end)
 
     # ---- small things -------------------------------------------------------------------------------------------
-
-    def _wanted_codecs(self, codec: str | None) -> tuple[Codec, ...]:
-        if codec is None:
-            return self._codecs
-        found = tuple(known for known in self._codecs if known == codec.lower())
-        if not found:
-            known = ", ".join(self._codecs)
-            raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
-        return found
 
     def _stale_connection_of(self, client_id: str | None, address: str) -> Viewer | None:
         """The oldest connection of `client_id` that is dead or never connected, and without which `address` may have a
@@ -393,9 +387,9 @@ class Viewers(Peers[Viewer]):
         return None
 
 
-def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
+def _fields_of(viewer: Viewer) -> dict[str, Any]:
     """Log fields of a viewer; of its id only the beginning, since the id is all that it takes to end the viewer."""
-    return log_fields(session=viewer.session.id, viewer=viewer.id[:6], codec=viewer.sender.codec, **more)
+    return {"session": viewer.session.id, "viewer": viewer.id[:6], "codec": viewer.sender.codec}
 
 
 @dataclass(eq=False)
@@ -431,11 +425,11 @@ class Feeder(Peer):
             if video:
                 taken = transceiver.receiver.track
                 self.queue = aiortc_compat.DecoderQueue(transceiver.receiver, self.video_input.leave_out)
+                aiortc_compat.on_media(transceiver, lambda: self._check_decodable(on_misuse))
                 if aiortc_compat.negotiated_codec(transceiver) is None:
                     raise ValueError("no common video codec")
         assert taken is not None, "a checked offer has video"
         aiortc_compat.listen(self.pc, self._note_heard)
-        aiortc_compat.on_media(self.pc, lambda: self._check_decodable(on_misuse))
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         self.receiving = asyncio.create_task(self._receive(taken), name="receive-video")
         return with_start_bitrate(str(self.pc.localDescription.sdp))
@@ -501,7 +495,9 @@ class Feeders(Peers[Feeder]):
         """
         checked = sdp.check_offer(offer, "sender", READ)
         self._offers.check(address, "connections", clock.monotonic_s())
-        silent = self._silent_of(session)
+        heard_s = clock.monotonic_s() - SILENT_S
+        own = (each for each in self._peers.values() if each.session is session)
+        silent = next((each for each in own if each.heard_s < heard_s), None)
         if (refusal := self._slots.refusal(address, silent.address if silent else None)) is not None:
             raise refusal
         if silent is not None:
@@ -522,20 +518,18 @@ class Feeders(Peers[Feeder]):
             message = StrengthMessage(type="strength", strength=session.strength if strength is None else strength)
             await session.control_and_wait(message, feeder.id, INPUT_ANSWER_S)
         video_input.end = lambda end: self._end(feeder, end)
-        logger.info("Video comes in for session %s.", session.id, extra=log_fields(session=session.id))
+        logger.info("Video comes in for session %(session)s.", {"session": session.id})
         return feeder.id, answer
-
-    def _silent_of(self, session: LiveSession) -> Feeder | None:
-        heard_s = clock.monotonic_s() - SILENT_S
-        return next((each for each in self._peers.values() if each.session is session and each.heard_s < heard_s), None)
 
     async def _end(self, feeder: Feeder, end: str) -> None:
         if not self._unregister(feeder):
             return
         end = "gone" if end in ("failed", "closed") else end
-        fields = log_fields(session=feeder.session.id, reason=end)
-        level = logging.WARNING if end == "fault" else logging.INFO
-        logger.log(level, "Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
+        level, fields = (
+            logging.WARNING if end == "fault" else logging.INFO,
+            {"session": feeder.session.id, "reason": end},
+        )
+        logger.log(level, "Video for session %(session)s has ended: %(reason)s.", fields)
         await feeder.close()
         if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout", "replaced"):
             await self._end_its_session(feeder.session.id, "input_ended")
@@ -543,15 +537,9 @@ class Feeders(Peers[Feeder]):
 
 def with_start_bitrate(answer: str) -> str:
     """An answer that lets Chromium begin at _START_KBPS; others do not look at it."""
-    lines, out = answer.splitlines(), []
-    payloads: set[str] = set()
-    for line in lines:
-        if line.startswith("m="):
-            payloads = set(line.split()[3:]) if line.startswith("m=video") else set()
-        name, _, rest = line.partition(":")
-        payload = rest.partition(" ")[0]
-        is_format = name == "a=fmtp" and payload in payloads and "apt=" not in rest
-        out.append(f"{line};x-google-start-bitrate={_START_KBPS}" if is_format else line)
-        if name == "a=rtpmap" and payload in payloads and " VP8/" in line:
-            out.append(f"a=fmtp:{payload} x-google-start-bitrate={_START_KBPS}")
-    return "".join(f"{line}\r\n" for line in out)
+    rate, sections = f"x-google-start-bitrate={_START_KBPS}", re.split("(?m)^(?=m=)", answer)
+    for place, section in enumerate(sections):
+        if section.startswith("m=video"):
+            formats = re.sub(r"a=fmtp:[0-9]+ (?!apt=)[^\r]*", rf"\g<0>;{rate}", section)
+            sections[place] = re.sub(r"a=rtpmap:([0-9]+) VP8/.*\n", rf"\g<0>a=fmtp:\1 {rate}\r\n", formats)
+    return "".join(sections)

@@ -1,4 +1,5 @@
-"""A real engine process, started, used, killed; and what its parent's death does to it."""
+"""A real engine process, started, used, killed; and what its parent's death does to it. A process that waits at its
+pipe."""
 
 from __future__ import annotations
 
@@ -15,12 +16,11 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine.messages import Applied, Closed, Event, Failed, FrameBatch, Open, Opened, Reset, SetPrompt, Shown
+from streamdiff.engine.messages import Closed, Event, FrameBatch, Open, Opened, Shown
 from streamdiff.engine.process import engine_process as supervisor_module
 from streamdiff.engine.process.engine_process import EngineProcess
-from streamdiff.engine.process.ipc import EngineClient
+from streamdiff.engine.process.ipc import EngineClient, make_pipe, wake
 from streamdiff.errors import ConfigError, EngineFailure
-from tests.engine.painted import checksum
 
 pytestmark = pytest.mark.slow
 
@@ -62,30 +62,6 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yield  # type: ignore[misc]
     assert list(tmp_path.glob("streamdiff-*")) == []
-
-
-async def test_a_stream_over_the_bridge() -> None:
-    async with engine() as (running, client):
-        assert (running.ready.model, running.ready.width) == ("painted", 16)
-        await client.send(Open("a", "red", 3))
-        events = await until(client, FrameBatch)
-        assert events[:2] == [Opened("a", 0, "red"), Applied("a", 0, 0, 0)]
-        await client.send(SetPrompt("a", "blue", "r"))
-        await client.send(Shown("a", 6))
-        applied = (await until(client, Applied))[-1]
-        assert isinstance(applied, Applied) and applied.epoch == 1
-        batch = (await until(client, FrameBatch))[-1]
-        assert isinstance(batch, FrameBatch)
-        assert batch.first == applied.first_frame
-        assert tuple(batch.pictures[0, 0, 0]) == (batch.first, 3, checksum("blue"))
-        await client.send(Reset("a"))
-        await until(client, Applied)
-
-
-async def test_ctrl_c_in_a_terminal_does_not_reach_it_and_its_session_is_ours() -> None:
-    async with engine() as (running, _):
-        assert os.getpgid(running.pid) == running.pid != os.getpgid(0)
-        assert os.getsid(running.pid) == os.getsid(0)
 
 
 async def test_an_idle_engine_sleeps_and_a_command_wakes_it() -> None:
@@ -136,25 +112,6 @@ async def test_an_engine_that_hangs_is_killed_when_stopped() -> None:
     async with asyncio.timeout(LIMIT_S):
         await running.stop()
     assert await running.wait() == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(
-    ("prompt", "named"),
-    [("fail exit", ["with exit code 7", "about to leave without a word"]), ("red", ["by signal SIGKILL", "memory"])],
-)
-async def test_an_end_without_a_word_is_noticed_and_named(prompt: str, named: list[str]) -> None:
-    async with engine() as (running, client):
-        await client.send(Open("a", prompt))
-        if prompt == "red":  # the other leaves at once: whether what it sent before arrives is up to the system
-            await until(client, Opened)
-            os.kill(running.pid, signal.SIGKILL)
-        failed = (await until(client, Failed))[-1]
-        assert isinstance(failed, Failed)
-        for words in named:
-            assert words in failed.reason
-        assert "settings of the start" not in failed.reason
-        with pytest.raises(EngineFailure, match="the engine ended"):
-            await client.send(Shown("a", 1))
 
 
 async def test_a_configuration_the_engine_refuses() -> None:
@@ -248,7 +205,73 @@ asyncio.run(main())
     assert gone and not alive
 
 
-async def test_sigterm_ends_the_engine_in_order() -> None:
+async def test_ctrl_c_in_a_terminal_does_not_reach_it_and_sigterm_ends_it_in_order() -> None:
     async with engine() as (running, _):
+        assert os.getpgid(running.pid) == running.pid != os.getpgid(0)
+        assert os.getsid(running.pid) == os.getsid(0), "its session is ours"
         os.kill(running.pid, signal.SIGTERM)
         assert await asyncio.wait_for(running.wait(), LIMIT_S) == 0
+
+
+# Says on standard output when the module is imported, and when it was told.
+WAITS = """
+import sys
+from pathlib import Path
+from streamdiff.engine.process import main
+main._SETTLE_S = float(sys.argv[2])
+main.wait_as_standby(Path(sys.argv[1]), "this")
+print("told", flush=True)
+"""
+
+
+def start(folder: Path, settle_s: float) -> subprocess.Popen[str]:
+    words = [sys.executable, "-u", "-c", WAITS, str(folder), str(settle_s)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "bridge"
+    made.mkdir()
+    return made
+
+
+def test_it_imports_before_it_is_told(folder: Path) -> None:
+    pipe = make_pipe(folder)
+    with start(folder, 0.0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("The Zen"), "what importing this module prints"
+        wake(pipe)
+        assert process.stdout.read().endswith("\ntold\n")
+        assert process.wait(LIMIT_S) == 0
+    os.close(pipe)
+    assert folder.exists(), "it is the engine's now"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_telling_cuts_the_wait_short_for_all_who_come(folder: Path, ranks: int) -> None:
+    pipe = make_pipe(folder)
+    early = [start(folder, 3600.0) for _ in range(ranks - 1)]
+    wake(pipe)
+    for process in [*early, start(folder, 3600.0)]:
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.read().endswith("told\n")
+    os.close(pipe)
+
+
+@pytest.mark.parametrize("when", ["before", "while it waits"])
+def test_it_ends_with_the_one_who_could_tell_it(folder: Path, when: str) -> None:
+    pipe = make_pipe(folder)
+    if when == "before":
+        os.close(pipe)
+    with start(folder, 3600.0 if when == "before" else 0.0) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if when != "before":
+            os.close(pipe)
+        assert "told" not in process.stdout.read()
+        assert process.wait(LIMIT_S) == 0
+    assert not folder.exists()
+    with start(folder, 0.0) as late:
+        assert late.wait(LIMIT_S) == 0, "another rank, that finds nothing any more"

@@ -118,17 +118,12 @@ def test_pictures_are_not_copied_on_the_way() -> None:
         (["InputFrames", {"session": "a", "pictures": {_BESIDE: [2, 3]}}], [b"x" * 7]),
         (["InputFrames", {"session": "a", "pictures": {_BESIDE: "23"}}], [b"x" * 6]),
         ([1], []),
+        *((no_json, []) for no_json in (b"", b"\xff\xfe", b"{")),
     ],
 )
 def test_what_is_no_message_is_refused(header: object, raw: list[bytes]) -> None:
     with pytest.raises(SerializationError):
-        decode([json.dumps(header).encode(), *raw])
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"{"])
-def test_what_is_not_json_is_refused(data: bytes) -> None:
-    with pytest.raises(SerializationError):
-        decode([data])
+        decode([header if isinstance(header, bytes) else json.dumps(header).encode(), *raw])
 
 
 @pytest.fixture

@@ -1,23 +1,31 @@
-"""Real ranks behind a supervisor: they stream, and when one of them fails it is named and nothing is left behind."""
+"""Real ranks behind a supervisor: they stream, and when one of them fails it is named and nothing is left behind.
+Others get no access, and see no secret."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
+import pickle
 import re
 import signal
+import socket
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from streamdiff.config import Config, ModelConfig
+from streamdiff.config import Config, IceServer, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Failed, FrameBatch, LoadFigures, Open, Shown
+from streamdiff.engine.process import ipc
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
-from streamdiff.errors import ConfigError, EngineFailure
+from streamdiff.errors import EngineFailure
 from tests.fork_server import behind
 
 LIMIT_S = 600.0  # ends what hangs; a busy machine takes minutes
@@ -28,12 +36,17 @@ MORE = pytest.mark.soak
 
 @asynccontextmanager
 async def ring(
-    folder: Path, model: ModelConfig, module: str = "streamdiff.engine.process.main", spare: bool = False
+    folder: Path,
+    model: ModelConfig,
+    module: str = "streamdiff.engine.process.main",
+    spare: bool = False,
+    serve: ServeConfig | None = None,
+    **limits: float,
 ) -> AsyncIterator[tuple[EngineProcess, EngineClient, list[psutil.Process]]]:
     """A ring, and its processes: the launcher first. Afterwards none of them and no file is left."""
     shared = set(Path("/dev/shm").iterdir())
-    config = Config(model=model)
-    supervisor = EngineProcess(config, start_limit_s=LIMIT_S, module=module)
+    config = Config(model=model, serve=serve or ServeConfig())
+    supervisor = EngineProcess(config, start_limit_s=LIMIT_S, module=module, **limits)
     if spare:
         await supervisor.prepare()
     client = await supervisor.start()
@@ -170,9 +183,67 @@ async def test_an_engine_of_one_rank_whose_device_is_stuck_says_so_and_ends(
     assert "session 'one' at chunk" in reason
 
 
-@MORE
-async def test_more_stages_than_blocks(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"stages is 5.* 1 to 4"):
-        async with ring(folder, ModelConfig(stages=5)):
-            pass
-    assert not left(folder)
+# ---- what a ring shows to others -------------------------------------------------------------------------------------
+
+
+STREAM_KEY, CREDENTIAL = "the-stream-key", "the-turn-credential"
+TURN = IceServer(url="turn:127.0.0.1", username="somebody", credential=CREDENTIAL)
+SECRETS = ServeConfig(outputs=[f"rtmp://127.0.0.1/live/{STREAM_KEY}"], ice_servers=[TURN])
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    """Addresses at which a process can be reached over TCP or UDP."""
+    return [
+        (each.laddr.ip, each.laddr.port)
+        for each in process.net_connections("inet")
+        if each.laddr and (each.status == psutil.CONN_LISTEN or (each.type == socket.SOCK_DGRAM and not each.raddr))
+    ]
+
+
+class Mark:
+    """A pickle of it makes a file where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def strike(port: int, pickled: bytes) -> int:
+    """Put a pickle under every key of the store at the port, as everybody can who reaches it; returns how many."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+    keys = store.list_keys()
+    for key in keys:
+        store.set(key, b64encode(pickled) if "rendezvous" in key else pickled)  # as torch elastic's own would read it
+    return len(keys)
+
+
+async def test_a_ring_lets_nobody_in(folder: Path) -> None:
+    """No socket is beyond loopback, no secret is shown, and nobody unpickles what others put into the store."""
+    mark = folder / "unpickled"
+    model = ModelConfig(stages=2, decode_rank="dedicated", kv_context="staircase")
+    async with ring(folder, model, serve=SECRETS, stop_limit_s=2.0) as (_, client, processes):
+        assert len(processes) == 1 + 2 + 1, "a launcher, the stages, and a rank that decodes"
+        await client.send(Open("one", "a red circle moving left"))
+        assert await watch(client, 1) == ""
+        reachable = {process.pid: listening(behind(process.pid)) for process in processes}
+        for process in processes:
+            shown = " ".join([*process.cmdline(), *process.environ().values()])
+            assert STREAM_KEY not in shown and CREDENTIAL not in shown, shown
+        where = [address for each in reachable.values() for address in each]
+        assert where, "ranks listen for each other"
+        assert all(ipaddress.ip_address(host).is_loopback for host, _ in where), where
+        for _, port in set(reachable[processes[0].pid]):  # the launcher's store
+            assert await asyncio.to_thread(strike, port, pickle.dumps(Mark(mark))) > 0
+    assert not mark.exists(), "a process has run what it was told"
+
+
+def test_the_configuration_is_handed_over_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = Config(serve=SECRETS)
+    folder = ipc.make_folder(config)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert ipc.read_config(folder) == config

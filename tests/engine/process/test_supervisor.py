@@ -115,12 +115,15 @@ async def test_a_killed_engine_is_followed_by_another_that_takes_the_session_up(
         ("fail hang", "the engine hung: it said nothing for 3 s, and was ended (a machine so slow"),
     ],
 )
-async def test_an_engine_that_raises_leaves_or_hangs_is_followed_by_another(prompt: str, words: str) -> None:
+async def test_an_engine_that_raises_leaves_or_hangs_is_followed_by_another(
+    prompt: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with kept(watchdog_s=3.0) as run:
         await run.supervisor.send(Open("a", prompt))
         restarting = await run.until(Restarting)
         assert isinstance(restarting, Restarting)
         assert restarting.reason.startswith(words)
+        assert prompt != "fail exit" or "the last it wrote:\n  about to leave without a word" in caplog.text
         await run.until(Ready)
         await run.supervisor.send(Open("a", "red"))
         await run.until(FrameBatch)

@@ -1,9 +1,10 @@
 """Files that stand for a prompt or a seed: what fits is read as it is, and every other file is refused with what was
-expected and what is there, before any of its numbers are read."""
+expected and what is there, before any of its numbers are read. A tensor is written whole or not at all."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -15,21 +16,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from streamdiff.errors import ConfigError
+from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models import tensor_file
 from streamdiff.models.headers import (
-    FileSpec,
+    NORMALISED,
     FreeDim,
-    check_contract,
     latents_contract,
-    noise_contract,
     parse_header,
-    prompt_embeds_contract,
 )
-from streamdiff.models.tensor_file import read_latents, read_noise, read_rows
+from streamdiff.models.tensor_file import check_target, read_latents, read_noise, read_rows, write_tensor, writing
 
 TEXT = (6, 4)
 CHUNK = (4, 3, 2, 5)
@@ -91,45 +90,50 @@ def test_what_is_read_stays_when_the_file_changes(save: Save) -> None:
     assert torch.equal(read, latents)
 
 
-NOISE = noise_contract(CHUNK, steps=3, chunks=2)
-EMBEDS = prompt_embeds_contract(TEXT)
+def noise(path: Path) -> object:
+    return read_noise(path, CHUNK, steps=3, chunks=2)
+
+
+def embeds(path: Path) -> object:
+    return read_rows(path, TEXT)
+
+
+def latents(path: Path) -> object:
+    return tensor_file.read(path, latents_contract(CHUNK, max_bytes=500))
 
 
 @pytest.mark.parametrize(
-    ("contract", "tensors"),
+    ("read", "tensors"),
     [
-        (EMBEDS, {"prompt_embed": torch.zeros(TEXT)}),
-        (EMBEDS, {}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(TEXT), "mask": torch.zeros(6)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(6)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(7, 4)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(0, 4)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(6, 5)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(2, 6, 4)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(TEXT, dtype=torch.int32)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(TEXT, dtype=torch.bool)}),
-        (NOISE, {"initial": torch.zeros(2, *CHUNK)}),
-        (NOISE, {"renoise": torch.zeros(2, 2, *CHUNK)}),
-        (NOISE, {"initial": torch.zeros(1, *CHUNK), "renoise": torch.zeros(1, 2, *CHUNK)}),
-        (NOISE, {"initial": torch.zeros(2, *CHUNK), "renoise": torch.zeros(2, 3, *CHUNK)}),
-        (latents_contract(CHUNK, max_bytes=500), {"latents": torch.zeros(1, *CHUNK)}),
-        (EMBEDS, {"prompt_embeds": torch.zeros(600, 600)}),
+        (embeds, {"prompt_embed": torch.zeros(TEXT)}),
+        (embeds, {}),
+        (embeds, {"prompt_embeds": torch.zeros(TEXT), "mask": torch.zeros(6)}),
+        (embeds, {"prompt_embeds": torch.zeros(6)}),
+        (embeds, {"prompt_embeds": torch.zeros(7, 4)}),
+        (embeds, {"prompt_embeds": torch.zeros(0, 4)}),
+        (embeds, {"prompt_embeds": torch.zeros(6, 5)}),
+        (embeds, {"prompt_embeds": torch.zeros(2, 6, 4)}),
+        (embeds, {"prompt_embeds": torch.zeros(TEXT, dtype=torch.int32)}),
+        (embeds, {"prompt_embeds": torch.zeros(TEXT, dtype=torch.bool)}),
+        (noise, {"initial": torch.zeros(2, *CHUNK)}),
+        (noise, {"renoise": torch.zeros(2, 2, *CHUNK)}),
+        (noise, {"initial": torch.zeros(1, *CHUNK), "renoise": torch.zeros(1, 2, *CHUNK)}),
+        (noise, {"initial": torch.zeros(2, *CHUNK), "renoise": torch.zeros(2, 3, *CHUNK)}),
+        (latents, {"latents": torch.zeros(1, *CHUNK)}),
+        (embeds, {"prompt_embeds": torch.zeros(600, 600)}),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(
-    save: Save, contract: FileSpec, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    save: Save, read: Callable[[Path], object], tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save(**tensors)
-    with pytest.raises(ConfigError) as caught:
-        check_contract(contract, parse_header(path))
-    assert str(caught.value).startswith(f"{path}: {contract.what}: ")
-
     def touched(*_: object) -> None:
         raise AssertionError("the numbers were touched")
 
+    path = save(**tensors)
     monkeypatch.setattr(tensor_file, "load_file", touched)
-    with pytest.raises(ConfigError):
-        tensor_file.read(path, contract)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -233,3 +237,85 @@ def test_no_damage_to_a_header_gets_past(tmp_path_factory: pytest.TempPathFactor
         assert str(path) in str(error)
     else:
         assert read.shape == latents.shape and (torch.equal(read, latents) or b'"F32"' not in content)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 13])
+def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, chunks: int) -> None:
+    path, latents = tmp_path / "out.safetensors", torch.randn(chunks, *CHUNK)
+    write_tensor(path, "latents", latents, {**NORMALISED, "model": "wan"})
+    assert torch.equal(load_file(path)["latents"], latents)
+    assert torch.equal(read_latents(path, CHUNK, chunks=chunks), latents)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"normalised": "model", "model": "wan"}
+    assert parse_header(path).metadata["model"] == "wan"
+    assert os.listdir(tmp_path) == ["out.safetensors"]
+
+
+def test_chunks_may_come_one_by_one_in_any_float_format(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    latents = torch.randn(3, *CHUNK).to(torch.bfloat16)
+    with writing(path, "latents", (3, *CHUNK)) as add:
+        for chunk in latents:
+            add(chunk.transpose(0, 1).contiguous().transpose(0, 1))  # its numbers lie in another order
+            assert not path.exists(), "nothing is at the target before the end"
+    assert torch.equal(load_file(path)["latents"], latents.float())
+
+
+def test_numbers_begin_where_readers_expect_them(tmp_path: Path) -> None:
+    """At a multiple of 8 bytes, as safetensors writes them: a reader may map them as they lie."""
+    write_tensor(tmp_path / "out.safetensors", "latents", torch.ones(1, *CHUNK), {"note": "abc"})
+    length = int.from_bytes((tmp_path / "out.safetensors").read_bytes()[:8], "little")
+    assert length % 8 == 0
+
+
+@pytest.mark.parametrize("before", [None, b"what was there"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+def test_an_error_on_the_way_leaves_what_was_there(
+    tmp_path: Path, before: bytes | None, error: type[BaseException]
+) -> None:
+    path = tmp_path / "out.safetensors"
+    if before is not None:
+        path.write_bytes(before)
+    with pytest.raises(error), writing(path, "latents", (2, *CHUNK)) as add:
+        add(torch.zeros(CHUNK))
+        raise error
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+@pytest.mark.parametrize(
+    ("chunk", "error"),
+    [
+        (torch.zeros(4, 3, 2, 6), ValueError),
+        (torch.zeros(1, *CHUNK), ValueError),
+        (torch.full(CHUNK, torch.nan), StreamdiffError),
+        (torch.full(CHUNK, 1e300, dtype=torch.float64), StreamdiffError),
+    ],
+)
+def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_left(
+    tmp_path: Path, chunk: torch.Tensor, error: type[Exception]
+) -> None:
+    with pytest.raises(error), writing(tmp_path / "out.safetensors", "latents", (2, *CHUNK)) as add:
+        add(torch.zeros(CHUNK))
+        add(chunk)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_another_number_of_chunks_gives_no_file(tmp_path: Path, chunks: int) -> None:
+    with pytest.raises(ValueError), writing(tmp_path / "out.safetensors", "latents", (2, *CHUNK)) as add:
+        for _ in range(chunks):
+            add(torch.zeros(CHUNK))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_target_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.safetensors").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    for place in ("folder.safetensors", "none/out.safetensors", "file/out.safetensors", "out.pt"):
+        path = tmp_path / place
+        with pytest.raises(ConfigError):
+            check_target(path)
+        with pytest.raises(ConfigError), writing(path, "latents", (2, *CHUNK)):
+            pass
+    assert sorted(os.listdir(tmp_path)) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -86,3 +87,41 @@ def test_any_text_becomes_a_sentence_that_reads_as_itself(prompt: str, previous:
 def test_a_long_prompt_gets_a_short_answer() -> None:
     long = " ".join(f"nonsense{'x' * i}" for i in range(60))[:2000]
     assert len(prompts.read(f"a red circle moving right over a meadow {long}", None).notice) < 1000
+
+
+LINES = [
+    line
+    for line in Path(__file__).with_name("ordinary_prompts.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES)
+def test_what_people_type_shows_what_they_mean(line: str) -> None:
+    shown, _, says = line.partition(" | ")
+    typed, _, sentence = shown.partition(" = ")
+    reading = None
+    for prompt in typed.split(" > "):
+        reading = prompts.read(prompt, reading and reading.text)
+    assert reading is not None and reading.text == sentence
+    assert reading.notice == "" if says == "-" else says.lower() in reading.notice.lower()
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("a storm in the park", "“storm”: I draw rain. “park”: I draw a meadow."),
+        ("a red star on the left", "“on the left”: I cannot choose where things are"),
+        ("the camera follows", "it follows nothing"),
+        ("do you know zorgblatts", "This small model can't draw “know”, “zorgblatts”."),
+        ("bleu circle", "“bleu”: I read “blue”."),
+    ],
+)
+def test_what_people_are_told(typed: str, told: str) -> None:
+    assert told in prompts.read(typed, None).notice
+
+
+def test_english_words_are_not_taken_for_typing_mistakes() -> None:
+    for word in ("know", "hand", "stand", "find", "good", "light", "start", "neon", "hair", "galloping", "dessert"):
+        assert not prompts.read_words(word)[0].misspelt, word

@@ -1,23 +1,38 @@
-"""Attention kernels by name: those that run here agree with the formula, and a wrong one is found out."""
+"""Attention kernels by name: those that run here agree with the formula, and a wrong one is found out. Which one is
+taken where that is left to a trial."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from types import SimpleNamespace
+from functools import partial
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import attention as torch_attention
+from torch.nn.attention import _registry
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer.attention_backend import (
+    AttendPaged,
+    AttentionShape,
+    attention_over_segments,
+    paged,
+    row_by_row,
+    try_attention,
+    try_paged,
+)
 from streamdiff.models.transformer.wan import KeyValue, SelfAttention, attend
 from streamdiff.pipeline.kv_cache.attention import RollingAttention
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -150,3 +165,184 @@ def test_one_that_weighs_its_pieces_wrongly_is_found_out(monkeypatch: pytest.Mon
     monkeypatch.setattr(attention_backend, "_with_weights", unweighed)
     with pytest.raises(ConfigError):
         attention_backend.probe("flash", CPU, torch.float32, heads=3, head_dim=64)
+
+
+SHAPE, FRAME = AttentionShape(2, 8, queries=12, keys=72), 12
+ATTEND = attention_over_segments("math")
+
+
+def plain_varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, _: None, max_q: int, max_k: int, **more: Tensor
+) -> Tensor:
+    """What `varlen_attn` does with pages, by its documentation."""
+    table, used, mixed = more["block_table"], more["seqused_k"], []
+    assert table.dtype == ends.dtype == used.dtype == torch.int32 and more["num_splits"] == 1
+    for row, (begin, end) in enumerate(pairwise(ends)):
+        assert end - begin <= max_q and used[row] <= max_k
+        keys, values = (each[table[row].long()].flatten(0, 1)[: used[row]][None] for each in (key, value))
+        mixed.append(ATTEND(query[begin:end][None], [(keys, values)])[0])
+    return torch.cat(mixed)
+
+
+@pytest.mark.parametrize("page", [FRAME, 4, 1])
+def test_pages_of_a_frame_and_parts_of_it_are_what_each_row_sees(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = plain_varlen  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    query, key, value = (torch.randn(rows, FRAME, 2, 8) for rows in (3, 20, 20))
+    seen = torch.randperm(18).view(3, 6)
+    got = paged(page, query, key, value, seen)
+    assert torch.allclose(got, row_by_row(ATTEND, query, key, value, seen), atol=1e-6)
+
+
+def tried(kernel: Callable[..., Tensor], seconds: dict[str, float]) -> tuple[AttendPaged | None, str]:
+    """The trial as on CUDA, with times by the name of what is called."""
+
+    def stopwatch(call: partial[Tensor], _: torch.device) -> float:
+        call()
+        return seconds["alone" if call.func is row_by_row else f"pages of {call.args[0]}"]
+
+    return try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, kernel, stopwatch)  # type: ignore[arg-type]
+
+
+def right(page: int, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    return row_by_row(ATTEND, query, key, value, seen)
+
+
+def wrong(page: int, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Every row sees what the first one does."""
+    return row_by_row(ATTEND, query, key, value, seen[:1].expand_as(seen))
+
+
+def refusing(page: int, *_: Tensor) -> Tensor:
+    raise RuntimeError(f"page size {page} is no multiple of 256")
+
+
+def test_a_right_kernel_that_is_faster_is_taken() -> None:
+    found = tried(right, {"alone": 1.0, "pages of 12": 0.5})
+    assert found[0] is not None and "by varlen_attn; tried with 3 rows" in found[1]
+    assert tried(right, {"alone": 1.0, "pages of 12": 0.98})[0] is None, "that is noise"
+
+
+@pytest.mark.parametrize(("kernel", "told"), [(wrong, "is wrong here: off by"), (refusing, "no multiple of 256")])
+def test_one_that_is_wrong_or_cannot_run_is_not(kernel: Callable[..., Tensor], told: str) -> None:
+    found = tried(kernel, {"alone": 1.0, "pages of 12": 0.1})
+    assert found[0] is None and told in found[1] and found[1].startswith("row by row; ")
+
+
+def test_large_frames_are_also_tried_in_parts() -> None:
+    assert attention_backend._pages(1560) == (1560, 195)
+    assert attention_backend._pages(64) == (64,)
+
+
+def test_a_cpu_tries_nothing() -> None:
+    found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32)
+    assert found == (None, "row by row: varlen_attn is for CUDA, and the device is cpu")
+
+
+def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> None:
+
+    def short(call: Callable[[], object], device: torch.device) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, refusing, short)
+    assert found[0] is None and found[1].startswith("row by row: the trial cannot run here")
+
+
+SHAPE = AttentionShape(heads=2, head_dim=16, queries=100, keys=150)
+
+
+def tried_in_turn(candidates: Sequence[str], *milliseconds: float) -> tuple[str, str]:
+    """A trial in which the candidates that are right take so long, one after the other."""
+    times = iter(milliseconds)
+
+    def stopwatch(call: Callable[[], object], device: torch.device) -> float:
+        result = call()
+        assert isinstance(result, Tensor) and result.shape == (1, 100, 2, 16) and device == CPU
+        return next(times) / 1000
+
+    trial = try_attention(SHAPE, CPU, torch.float32, candidates, stopwatch)
+    assert next(times, None) is None, "each was timed"
+    return trial
+
+
+def test_the_fastest_is_taken_and_all_times_are_told() -> None:
+    trial = tried_in_turn(("sdpa", "flash", "math"), 2.0, 1.5, 4.0)
+    assert trial[0] == "flash"
+    assert trial[1] == ("tried at 100 of 150 tokens, 2 heads of 16, float32: sdpa 2 ms, flash 1.5 ms, math 4 ms")
+
+
+def test_what_is_hardly_faster_does_not_change_the_kernel() -> None:
+    """Or the same seed would give other frames at the next start."""
+    assert tried_in_turn(("sdpa", "flash"), 2.0, 1.96)[0] == "sdpa"
+    assert tried_in_turn(("sdpa", "flash"), 2.0, 1.93)[0] == "flash"
+
+
+def test_one_that_cannot_run_is_left_out_and_told() -> None:
+    trial = tried_in_turn(("sdpa", "cudnn", "flash", "fa3"), 2.0, 3.0)
+    assert trial[0] == "sdpa"
+    assert "sdpa 2 ms, flash 3 ms; left out: cudnn cannot run here: Could not run 'aten::_sc" in trial[1]
+    assert "; fa3 is not installed (no module flash_attn_interface; " in trial[1]
+
+
+def test_one_that_is_wrong_at_the_model_s_size_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast: right in the small case that every kernel computes, and wrong in the last query of a long one."""
+    right = F.scaled_dot_product_attention
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = right(query, key, value)
+        if query.shape[2] > 64:
+            result[:, :, -1] = 0
+        return result
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong)
+    attention_backend.probe("sdpa", CPU, torch.float32, heads=2, head_dim=16)
+    trial = tried_in_turn(("sdpa", "math"), 5.0)
+    assert trial[0] == "math" and "left out: sdpa is wrong here: off by 0.1" in trial[1]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is done to torch's dispatch, with stand-ins for FA3 and FA4 in its register; FA4 cannot be had."""
+    done: list[str] = []
+
+    class Handle:
+        def remove(self) -> None:
+            done.append("FA3 removed")
+
+    def activate() -> Handle:
+        done.append("FA3 activated")
+        return Handle()
+
+    def broken() -> Handle:
+        raise RuntimeError("FA4 requires compute capability 9.0 or 10.0")
+
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", activate)
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", broken)
+    monkeypatch.setattr(attention_backend, "missing", lambda name, device: None)
+    yield done
+    attention_backend.activate("")
+
+
+def test_torch_s_own_flash_kernel_is_there_again_after_each(installed: list[str]) -> None:
+    """FA3 takes the place of it for the whole process, while it is tried and timed only."""
+    timed: list[str | None] = []
+
+    def stopwatch(call: Callable[[], object], device: torch.device) -> float:
+        call()
+        timed.append(torch_attention.current_flash_attention_impl())
+        return 1.0 if timed[-1] is None else 0.5
+
+    trial = try_attention(SHAPE, CPU, torch.float32, ("sdpa", "fa3", "flash", "fa4"), stopwatch)
+    assert timed == [None, "FA3", None], "sdpa, fa3, flash"
+    assert trial[0] == "fa3" and "left out: fa4 cannot run here: FA4 requires compute" in trial[1]
+    assert installed == ["FA3 activated", "FA3 removed"] * 2 and torch_attention.current_flash_attention_impl() is None
+
+
+def test_an_implementation_that_is_taken_stays_for_the_process(installed: list[str]) -> None:
+    attention_backend.activate("fa3")
+    attention_backend.activate("fa3")
+    assert installed == ["FA3 activated"]
+    attention_backend.probe("flash", CPU, torch.float32, heads=2, head_dim=16)  # torch's own, for that long
+    assert torch_attention.current_flash_attention_impl() == "FA3"
+    assert installed == ["FA3 activated", "FA3 removed", "FA3 activated"]

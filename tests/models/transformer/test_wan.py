@@ -95,8 +95,6 @@ def test_controls_are_planes_beside_the_latents_that_add_nothing_until_they_are_
     assert torch.equal(tokens(steered, slice(1, 2), controls=controls[1:2]), found[1:2]), "a row depends on no other"
     layer.weight[:, -3:] = 0
     assert torch.equal(tokens(steered, controls=controls), tokens(plain))
-    with pytest.raises(ValueError):
-        tokens(plain, controls=controls)
 
 
 @torch.inference_mode()

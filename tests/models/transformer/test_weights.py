@@ -1,4 +1,5 @@
-"""A rank reads its own blocks and what goes with them, from any layout, and says what is wrong with a file."""
+"""A rank reads its own blocks and what goes with them, from any layout and by any names, and says what is wrong with a
+file: by name, with counts and what was expected."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import save_file
 
@@ -16,11 +18,19 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import open_checkpoint
 from streamdiff.models.loader import ModelLoader
+from streamdiff.models.transformer.tensor_names import (
+    NameLayout,
+    TensorLocation,
+    block_count,
+    recognise,
+    translate,
+)
 from streamdiff.models.transformer.weights import load_transformer, open_transformer, read_architecture
 from tests.models.layouts import (
     HEADS,
     SIZES,
     Counting,
+    State,
     assert_same,
     fused,
     load,
@@ -220,3 +230,158 @@ def test_what_the_caller_says_goes_before_the_folders_configuration(folder: Path
 def test_a_configuration_that_cannot_be(config: dict[str, object], folder: Path) -> None:
     with pytest.raises(ConfigError):
         load(folder, config=config)
+
+
+LAYERS = 4
+
+
+def faulty(tmp_path: Path, changes: State, without: str = "nothing") -> Path:
+    """An original file of four blocks with some tensors replaced, added, or left out."""
+    state = {name: t for name, t in original(small_state(LAYERS)).items() if without not in name}
+    return save(tmp_path / "model.safetensors", state | changes)
+
+
+def told(path: Path, **options: object) -> str:
+    """What is said of a file that is not loaded."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, **options)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+QUERY = "blocks.2.self_attn.q.weight"
+FAULTS: dict[str, tuple[State, str, str]] = {
+    "one missing": ({}, QUERY, f"1 missing ({QUERY})"),
+    "a block missing": ({}, "blocks.2.", "27 missing (blocks.2.modulation"),
+    "unexpected": ({"blocks.2.self_attn.q.scale": torch.ones(1)}, "nothing", "blocks.2.self_attn.q.scale"),
+    "of an image model": ({"img_emb.proj.0.weight": torch.ones(8)}, "nothing", "img_emb.proj.0.weight"),
+    "misshapen": ({QUERY: torch.zeros(24, 31)}, "nothing", f"{QUERY} [24, 31] instead of [24, 24]"),
+    "integers": ({QUERY: torch.zeros(24, 24, dtype=torch.int8)}, "nothing", f"1 not floating point ({QUERY} is int8)"),
+    "infinite": ({QUERY: torch.full((24, 24), torch.inf)}, "nothing", QUERY),
+    "not a number": ({QUERY: torch.full((24, 24), torch.nan)}, "nothing", QUERY),
+    "twice": ({f"net.{QUERY}": torch.zeros(24, 24)}, "nothing", "are both blocks.2.attn1.to_q.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tensor_that_does_not_fit_is_named(fault: str, tmp_path: Path) -> None:
+    changes, without, expected = FAULTS[fault]
+    path = faulty(tmp_path, changes, without)
+    config = HEADS | {"image_dim": None}
+    assert expected in told(path, config=config) and expected in told(path, config=config, blocks=(2, 4))
+    if fault in ("one missing", "a block missing", "misshapen", "integers", "infinite", "not a number"):
+        load(path, config=config | {"num_layers": LAYERS}, blocks=(0, 2))  # not this rank's business
+
+
+def test_many_faults_are_counted_and_told_at_once(tmp_path: Path) -> None:
+    strange = {"strange": torch.zeros(1), "head.head.bias": torch.zeros(1)}
+    found = told(faulty(tmp_path, strange, without="norm_k"))
+    assert "8 missing (blocks.0.self_attn.norm_k.weight, " in found
+    assert "1 unexpected (" in found and "1 of another shape (" in found
+    assert "123 tensors in original Wan names of a Wan transformer of 4 blocks, 24 wide, feed-forward 32" in found
+    assert found.count("norm_k") == 3 and "Nothing was loaded" in found
+
+
+def test_more_blocks_than_the_configuration_has_are_unexpected(tmp_path: Path) -> None:
+    assert "27 unexpected" in told(faulty(tmp_path, {}), config=HEADS | {"num_layers": 3})
+
+
+def test_a_fused_projection_of_a_wrong_height(tmp_path: Path) -> None:
+    state = fused(small_state()) | {"blocks.1.self_attn.to_qkv.weight": torch.zeros(70, 24)}
+    assert "[70, 24] instead of [72, 24]" in told(save(tmp_path / "model.safetensors", state))
+
+
+def test_values_that_are_too_large_for_the_dtype(tmp_path: Path) -> None:
+    path = faulty(tmp_path, {"blocks.2.self_attn.k.bias": torch.full((24,), 1e5)})
+    load(path)
+    assert "not finite in float16" in told(path, dtype=torch.float16)
+
+
+def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "vae.safetensors", {"encoder.conv1.weight": torch.zeros(1), "conv1.bias": torch.zeros(1)})
+    assert "not a Wan transformer" in told(path)
+
+
+@pytest.mark.parametrize("blocks", [(0, 5), (2, 2), (-1, 2)])
+def test_blocks_that_are_not_there(blocks: tuple[int, int], tmp_path: Path) -> None:
+    assert "there are 4" in told(faulty(tmp_path, {}), blocks=blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_every_tensor_of_the_published_sizes_is_known_in_both_layouts(size: str) -> None:
+    tensors = published(size)
+    assert len(tensors) == SIZES[size][1]
+    stored = {original_name(name): name for name in tensors}
+    assert len(stored) == len(tensors)
+    assert recognise(stored) is NameLayout.WAN
+    assert recognise(tensors) is NameLayout.DIFFUSERS
+    for names, layout in ((stored, NameLayout.WAN), (dict(zip(tensors, tensors, strict=True)), NameLayout.DIFFUSERS)):
+        found = translate(names, layout)
+        assert not found.unmatched and not found.clashes
+        assert found.sources == {name: TensorLocation(spelled) for spelled, name in names.items()}
+        assert {found.spell(name) for name in tensors} == set(names)
+        assert block_count(found.sources) == SIZES[size][0]["num_layers"]
+
+
+def test_diffusers_own_conversion_agrees() -> None:
+    stored = {original_name(name): name for name in published("14B image") if not name.endswith("pos_embed")}
+    tensors = {spelled: torch.tensor(number) for number, spelled in enumerate(stored)}
+    converted = convert_wan_transformer_to_diffusers(dict(tensors))
+    assert converted == {name: tensors[spelled] for spelled, name in stored.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("blocks.0.norm3.weight", NameLayout.DIFFUSERS),
+        ("blocks.0.norm2.weight", NameLayout.WAN),
+        ("blocks.0.attn1.to_q.weight", NameLayout.WAN),
+        ("blocks.0.modulation", NameLayout.DIFFUSERS),
+        ("vace_blocks.0.self_attn.q.weight", NameLayout.WAN),
+        ("blocks.0.self_attn.q.scale_weight", NameLayout.WAN),
+        ("blocks.0.self_attn.norm_q.bias", NameLayout.WAN),
+        ("critic.blocks.0.self_attn.q.weight", NameLayout.WAN),
+        ("head.modulation.weight", NameLayout.WAN),
+    ],
+)
+def test_what_is_not_known_is_reported(name: str, layout: NameLayout) -> None:
+    found = translate([name], layout)
+    assert found.unmatched == [name]
+    assert not found.sources
+
+
+@pytest.mark.parametrize("name", ["freqs", "model.freqs", "rope.freqs_cos", "blocks.0.attn2.norm_added_q.weight"])
+def test_tables_that_anybody_can_compute_are_passed_over(name: str) -> None:
+    found = translate([name], NameLayout.DIFFUSERS)
+    assert not found.unmatched and not found.sources
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "inside"),
+    [
+        ("blocks.1.self_attn.qkv.weight", NameLayout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.self_attn.to_qkv.weight", NameLayout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.attn1.to_qkv.weight", NameLayout.DIFFUSERS, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.attn2.to_kv.weight", NameLayout.DIFFUSERS, ("attn2.to_k", "attn2.to_v")),
+    ],
+)
+def test_fused_projections_are_known_by_their_parts(name: str, layout: NameLayout, inside: tuple[str, ...]) -> None:
+    found = translate([name], layout)
+    expected = {f"blocks.1.{part}.weight": TensorLocation(name, i, len(inside)) for i, part in enumerate(inside)}
+    assert found.sources == expected
+    assert recognise([name]) is layout
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["encoder.conv1.weight", "decoder.middle.0.residual.0.gamma", "conv1.bias"],
+        ["blocks.0.attn.q.weight", "blocks.0.norm1.weight", "token_embedding.weight"],
+        ["patch_embedding.weight"],
+        [],
+    ],
+    ids=["autoencoder", "text encoder", "any transformer", "nothing"],
+)
+def test_other_models_are_not_recognised(names: list[str]) -> None:
+    assert recognise(names) is None

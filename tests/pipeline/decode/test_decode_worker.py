@@ -21,8 +21,9 @@ from streamdiff.pipeline.decode.decode_worker import (
     pictures_layout,
 )
 from streamdiff.pipeline.decode.decoder_memories import TransferStream, decode_chunk
-from streamdiff.pipeline.distributed.link import LinkClosed, LocalLink
+from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange
+from tests.pipeline.distributed.local_link import LocalLink
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model
 
 MODEL = small_model(2)

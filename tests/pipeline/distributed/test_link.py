@@ -9,9 +9,10 @@ from collections import deque
 import pytest
 import torch
 
-from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, LocalLink
+from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 from streamdiff.pipeline.ring import Ring
+from tests.pipeline.distributed.local_link import LocalLink
 from tests.pipeline.distributed.scenarios import SCENARIOS, SMALL, check, work
 from tests.pipeline.playing import THREE, local_ring, play, same
 from tests.pipeline.processes import run_ranks

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline import topology
@@ -73,7 +72,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
 
 
 def test_what_was_announced_before_the_end_is_handed_out(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = Records([SMALL.bare.read(SMALL.record(work(number), number), torch.empty(0))[1] for number in range(3)])
+    records = Records([work(number).bare for number in range(3)])
     monkeypatch.setattr(links_nccl, "TcpReceiver", lambda *arguments: records)
     receiver = links_nccl.NcclReceiver(END)
     monkeypatch.setattr(receiver._lane, "_start", transfers.start)
@@ -99,7 +98,7 @@ class Late(Streams):
 def test_the_head_is_handed_a_work_when_its_device_has_it(
     transfers: Transfers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = Records([SMALL.bare.read(SMALL.record(work(0), 0), torch.empty(0))[1]])
+    records = Records([work(0).bare])
     monkeypatch.setattr(links_nccl, "TcpReceiver", lambda *arguments: records)
     late, heard = Late(), list[int]()
     receiver = links_nccl.NcclReceiver(replace(END, streams=late), paced=True)  # type: ignore[arg-type]
@@ -115,7 +114,7 @@ def test_the_head_is_handed_a_work_when_its_device_has_it(
 
 
 def test_a_message_that_broke_off_ends_the_link(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = Records([SMALL.bare.read(SMALL.record(work(0), 0), torch.empty(0))[1]])
+    records = Records([work(0).bare])
     monkeypatch.setattr(links_nccl, "TcpReceiver", lambda *arguments: records)
     receiver = links_nccl.NcclReceiver(replace(END, streams=Late()), paced=True)  # type: ignore[arg-type]
     monkeypatch.setattr(receiver._lane, "_start", transfers.start)

@@ -102,8 +102,6 @@ def test_queues_go_with_their_caches() -> None:
 
 
 def test_it_holds_whole_chunks() -> None:
-    with pytest.raises(ValueError):
-        ring(3, 8, 3)
     model, _ = made_for(0.2, sink=2, together=1, window=5)
     spec = model.spec.__class__(**{**vars(model.spec), "chunk_latents": 2})
     with pytest.raises(ConfigError):

@@ -90,14 +90,6 @@ def test_motion_noise_is_told_less_than_is_mixed_in(model: Model, plain: Referen
         torch.testing.assert_close(got[chunk], played(alone, single)[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
-def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, video: Tensor, kv_context: str) -> None:
-    """Also where a staircase begins chunks beyond the input's end."""
-    script = replace(plain, video=video, strength=0.8, motion_noise=True, kv_context=kv_context)
-    assert torch.equal(played(model, script), played(model, script, stages=3))
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

@@ -32,9 +32,6 @@ class Counted:
         self.elsewhere += threading.get_ident() != self._here
         return PLAIN.draw(chunk, step)
 
-    def is_unscaled(self, chunk: int) -> bool:
-        return PLAIN.is_unscaled(chunk)
-
 
 @pytest.fixture
 def thread() -> Iterator[ThreadPoolExecutor]:

@@ -1,14 +1,15 @@
-"""Rows of several sessions in one forward: who may share one is declared on fields, and nobody is worse off for it."""
+"""Rows of several sessions in one forward: who may share one, and the record of one, follow from `MicroStep`; and
+nobody is worse off for it."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streamdiff.core import KV_CONTEXTS, MicroStep, differing_field, shared_fields
+from streamdiff.core import KV_CONTEXTS, PER_ROW, MicroStep, differing_field, pack, record_length, shared_fields, unpack
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.scheduler.row_limit import RingSlots, RowLimit, RowsNow
 from streamdiff.pipeline.scheduler.scheduler import SchedulerState, StreamBatchScheduler
@@ -131,3 +132,32 @@ def test_two_rows_go_together_once_there_were_enough_for_every_place() -> None:
     """A ring of three places whose forwards have two rows and one in turns waits for the longer ones."""
     limit = RowLimit(4, [1.0, 1.2, 1.4, 1.6])
     assert [limit.of(RowsNow(ready, 3, 30), 1, 3)[0] for ready in (2, 3, 3, 3, 2)] == [1, 1, 1, 2, 1]
+
+
+NAMES = [each.name for each in fields(MicroStep)]
+int64 = st.integers(-(2**63), 2**63 - 1)
+microsteps = st.builds(MicroStep, *[int64 for _ in NAMES])
+
+
+@pytest.mark.parametrize("metadata", [{}, {"in_a_forward": "maybe"}, {"note": "shared"}])
+def test_a_field_that_does_not_say_so_is_refused(metadata: dict[str, str]) -> None:
+    @dataclass(frozen=True)
+    class Forgetful:
+        step: int = field(metadata=PER_ROW)
+        guidance: int = field(metadata=metadata)
+
+    with pytest.raises(TypeError):
+        shared_fields(Forgetful)
+    with pytest.raises(TypeError):
+        differing_field(Forgetful(1, 2), Forgetful(1, 2))
+
+
+@given(st.lists(microsteps, max_size=5), st.integers(0, 3), int64)
+def test_what_is_packed_is_unpacked_and_the_length_never_changes(
+    rows: list[MicroStep], spare: int, sequence: int
+) -> None:
+    max_rows = len(rows) + spare
+    record = pack(rows, max_rows, sequence)
+    assert len(record) == record_length(max_rows) == 2 + len(NAMES) * max_rows
+    assert all(type(value) is int for value in record)
+    assert unpack(record) == (sequence, rows)

@@ -66,25 +66,12 @@ def play(judge: Judge, event: tuple[object, ...]) -> None:
             change[str(name)](session)
 
 
-HISTORIES = given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.lists(events, min_size=80, max_size=200))
-
-
 @pytest.mark.slow
-@settings(max_examples=100)
-@HISTORIES
-def test_no_history_breaks_the_rules_and_everything_admitted_finishes(
-    stages: int, max_rows: int, late: int, history: list[tuple[object, ...]]
-) -> None:
-    keeps_the_rules_and_finishes(stages, max_rows, late, history)
-
-
-@pytest.mark.soak
-@settings(max_examples=5000)
-@HISTORIES
-def test_none_of_thousands_of_histories_breaks_the_rules(
-    stages: int, max_rows: int, late: int, history: list[tuple[object, ...]]
-) -> None:
-    keeps_the_rules_and_finishes(stages, max_rows, late, history)
+@pytest.mark.parametrize("histories", [100, pytest.param(5000, marks=pytest.mark.soak)])
+def test_no_history_breaks_the_rules_and_everything_admitted_finishes(histories: int) -> None:
+    any_history = st.lists(events, min_size=80, max_size=200)
+    check = given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), any_history)(keeps_the_rules_and_finishes)
+    settings(max_examples=histories)(check)()
 
 
 def keeps_the_rules_and_finishes(stages: int, max_rows: int, late: int, history: list[tuple[object, ...]]) -> None:

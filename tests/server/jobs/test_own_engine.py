@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from streamdiff import api
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
@@ -27,7 +26,6 @@ FRAMES = 3 * MODEL.spec.chunk_frames + 1
 async def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     with api.StreamSession(StreamingPipeline(MODEL, CPU), BLUE, seed=5) as session:
         alone = [frame for _, frame in zip(range(FRAMES), session, strict=False)]
 

@@ -21,7 +21,7 @@ from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import ConfigError
 from streamdiff.server.jobs import runner
 from streamdiff.server.jobs import store as store_module
-from streamdiff.server.jobs.store import ENDED, KEEP_S, JobStore, VideoRequest
+from streamdiff.server.jobs.store import ENDED, KEEP_S, PICTURE, JobStore, VideoRequest
 from streamdiff.server.metrics import Metrics
 from tests.full_disk import fill
 from tests.server.conftest import bearer
@@ -288,8 +288,8 @@ def test_what_was_given_for_a_job_counts_while_it_can_be_made_and_none_is_left_w
     store = JobStore(folder)
     assert {path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())} == {0o700, 0o600}
     picture = np.random.default_rng(0).integers(0, 256, (1, 128, 128, 3), dtype=np.uint8)
-    features = Features(prompt_embeds=b"p" * 10, video_latents=b"v" * 20, strength=0.25)
-    with_picture, job = store.add(REQUEST, "me", picture), store.add(REQUEST, "me", features=features)
+    given, asked = {"prompt_embeds": b"p" * 10, "video_latents": b"v" * 20}, replace(REQUEST, strength=0.25)
+    with_picture, job = store.add(REQUEST, "me", {PICTURE: picture.tobytes()}), store.add(asked, "me", given)
     assert store.used_bytes() == picture.size + 30
     found, nothing = store.inputs(with_picture)
     assert found is not None and np.array_equal(found, picture) and not nothing.names
@@ -301,9 +301,9 @@ def test_what_was_given_for_a_job_counts_while_it_can_be_made_and_none_is_left_w
     store.complete(job.id, None, None)
     store.path(job.id).unlink()
     assert (store.recover(), store.used_bytes()) == (1, 30), "it is made again, with the features"
-    assert store.inputs(job) == (None, features)
+    assert store.inputs(job) == (None, Features(**given, strength=0.25))
     store.delete(job.id)
     with pytest.raises(sqlite3.OperationalError):
-        store.add(REQUEST, "me", features=replace(features, video_latents=bytes(8 << 20)))
+        store.add(asked, "me", given | {"video_latents": bytes(8 << 20)})
     assert (store.count(), store.used_bytes()) == (0, 0)
     store.close()

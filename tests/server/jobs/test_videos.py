@@ -16,14 +16,10 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from starlette.requests import Request
 
 from streamdiff.config import Config, ServeConfig
-from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, Command, Open
 from streamdiff.server.jobs import runner
-from streamdiff.server.problem import Problem
-from streamdiff.server.routes.videos import read_new_video, resolve
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.scripted import COLOURS, SIZE, Painter
 
@@ -262,42 +258,6 @@ async def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path:
             assert refusal(answer)[:2] == (400, "input_reference"), wrong
         twice = await site.http.post("/v1/videos", data=node, files=files)
         assert refusal(twice)[:2] == (400, "input_reference")
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "field"),
-    [
-        ({}, 400, "prompt"),
-        ({"prompt": "   "}, 400, "prompt"),
-        ({"prompt": 7}, 400, "prompt"),
-        ({"prompt": "x", "seconds": "soon"}, 400, "seconds"),
-        ({"prompt": "x", "seconds": True}, 400, "seconds"),
-        ({"prompt": "x", "num_frames": 2401}, 400, "num_frames"),
-        ({"prompt": "x", "num_frames": 0}, 400, "num_frames"),
-        ({"prompt": "x", "num_frames": 80, "seconds": 8}, 400, "seconds"),
-        ({"prompt": "x", "width": 128, "height": 720}, 400, "height"),
-        ({"prompt": "x", "seed": -2}, 400, "seed"),
-        ({"prompt": "x", "seed": 2**31}, 400, "seed"),
-        ({"prompt": "x", "fps": 1000}, 400, "fps"),
-        ({"prompt": "x", "num_inference_steps": 40}, 400, "num_inference_steps"),
-        ({"prompt": "x", "extra_body": 5}, 400, "extra_body"),
-        ({"prompt": "x", "extra_body": {"prompt": "y"}}, 400, "prompt"),
-    ],
-)
-async def test_a_request_that_cannot_be_met_names_the_field(body: dict[str, Any], status: int, field: str) -> None:
-    given = json.dumps(body).encode()
-    messages = iter([{"type": "http.request", "body": given, "more_body": False}])
-
-    async def receive() -> Any:
-        return next(messages)
-
-    headers = [(b"content-type", b"application/json")]
-    request = Request({"type": "http", "headers": headers, "method": "POST"}, receive)
-    with pytest.raises(Problem) as caught:
-        wanted, *_ = await read_new_video(request, Engine(Painter(), 8).ready())
-        resolve(wanted, Engine(Painter(), 8).ready(), 60.0, "scripted")
-    assert (caught.value.status, caught.value.extra["field"]) == (status, field)
-    assert field in caught.value.detail or "frames" in caught.value.detail
 
 
 async def test_bodies_that_are_none_are_refused_in_both_shapes(tmp_path: Path) -> None:

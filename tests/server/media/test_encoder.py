@@ -1,8 +1,11 @@
-"""The encoder, against PyAV's decoders: colours, sizes, key frames, time stamps, bit rate; and the queue of packets."""
+"""The encoder, against PyAV's decoders: colours, sizes, key frames, time stamps, bit rate; the queue of packets; what
+can be encoded here. The last seconds of a stream as a file."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
+from io import BytesIO
 from queue import Queue
 from typing import Any
 
@@ -14,8 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamdiff import clock
+from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import yuv420p
-from streamdiff.server.media import encoder
+from streamdiff.server.media import clip, encoder
+from streamdiff.server.media import encoder as codecs
+from streamdiff.server.media.clip import RecentFrames, write_clip
 from streamdiff.server.media.encoder import (
     KEY_INTERVAL_S,
     REOPEN_S,
@@ -27,6 +33,7 @@ from streamdiff.server.media.encoder import (
     PacketQueue,
     VideoEncoder,
 )
+from streamdiff.server.media.playback import FLOOR, SETTLE_S, BitrateController
 from streamdiff.video.pixel_format import shape_of
 
 CODECS: tuple[Codec, ...] = ("h264", "vp8")
@@ -288,3 +295,129 @@ def test_never_above_the_limit_and_every_gap_ends_with_a_key_frame(steps: list[t
     for before, after in zip([None, *out], out, strict=False):
         assert after.key or (before is not None and after.pts == before.pts + 1)
     assert len(out) + len(queue) + queue.dropped == len(steps)
+
+
+def test_it_falls_when_lines_carry_less_than_is_sent_and_comes_back() -> None:
+    governor = BitrateController(4_000_000)
+    assert governor.decide([2_000_000, 2_000_000, 9_000_000], 4_000_000, 0.0) == 1_700_000
+    assert governor.decide([1_000_000] * 3, 1_700_000, 1.0) is None, "too soon"
+    now_s, rates = 0.0, []
+    while governor.rate_bps < 4_000_000:
+        now_s += SETTLE_S
+        rates.append(governor.decide([int(1.5 * governor.rate_bps)], governor.rate_bps, now_s))
+    assert rates == sorted(r for r in rates if r is not None)
+    assert len(rates) <= 5, "an estimate is bounded by 1.5 times what is received; that is enough to get back up"
+
+
+@pytest.mark.parametrize(
+    ("estimates_bps", "sent_bps"), [([300_000, 6_000_000, 6_000_000], 4_000_000), ([700_000], 450_000), ([], 4_000_000)]
+)
+def test_one_bad_line_of_many_a_simple_picture_and_no_estimates_change_nothing(
+    estimates_bps: list[int], sent_bps: int
+) -> None:
+    assert BitrateController(4_000_000).decide(estimates_bps, sent_bps, 0.0) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 20_000_000), st.integers(1, 20_000_000)), max_size=50))
+def test_it_stays_between_floor_and_configured_rate(looks: list[tuple[int, int]]) -> None:
+    governor = BitrateController(3_000_000)
+    for second, (line_bps, sent_bps) in enumerate(looks):
+        before = governor.rate_bps
+        rate_bps = governor.decide([line_bps], sent_bps, float(second))
+        assert FLOOR * 3_000_000 <= governor.rate_bps <= 3_000_000
+        if rate_bps is not None and rate_bps < before:
+            assert line_bps < sent_bps, "it falls only for a line that does not carry what is sent"
+
+
+def test_the_default_bit_rate_fits_size_and_pace() -> None:
+    assert Format(512, 512, 40.0).bitrate_bps == pytest.approx(3_670_016)
+    assert Format(128, 128, 40.0, 2).bitrate_bps == 1_000_000
+    assert Format(1920, 1080, 60.0).bitrate_bps == 12_000_000
+    assert Format(64, 64, 40.0, 1, 250_000).bitrate_bps == 250_000
+
+
+def test_an_odd_size_is_refused_before_anything_is_encoded() -> None:
+    with pytest.raises(ConfigError):
+        Format(63, 64, 40.0, 1)
+    Format(63, 63, 40.0, 2)
+
+
+def test_nvenc_is_taken_only_where_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, real = list[str](), codecs._open
+
+    def fails(name: codecs.Library, fmt: Format) -> object:
+        opened.append(name)
+        if name == "h264_nvenc":
+            raise av.error.PermissionError(1, "Operation not permitted")
+        return real(name, fmt)
+
+    monkeypatch.setattr(codecs, "_open", fails)
+    codecs.fault.cache_clear()
+    try:
+        assert codecs.choose("h264") == ("h264",) and codecs.library("h264") == "libx264"
+        assert codecs.choose("auto") == ("h264", "vp8")
+        assert opened == ["h264_nvenc", "libx264", "libvpx"], "each is opened once"
+    finally:
+        codecs.fault.cache_clear()
+
+
+def test_a_codec_that_cannot_be_made_is_refused_with_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "fault", lambda name: None if name == "libvpx" else "gone")
+    with pytest.raises(ConfigError):
+        codecs.choose("h264")
+    assert codecs.choose("auto") == ("vp8",)
+
+
+FORMAT = Format(64, 64, 40.0)
+TICKS = 2250
+"""Of a frame."""
+
+
+def shown(codec: Codec, numbers: Iterable[int], held: Sequence[int] = (), key_every: int = 400) -> RecentFrames:
+    """What is kept of pictures whose grey is their second; time is held while some are sent."""
+    encoder, recent, asked = VideoEncoder(codec, FORMAT), RecentFrames(), True
+    for number in numbers:
+        picture = np.full((64, 64, 3), 3 * (number // 40) % 256, np.uint8)
+        for encoded in encoder.encode(picture, number * TICKS, asked or number % key_every == 0):
+            asked = recent.put(encoded, held=number in held)
+    return recent
+
+
+def seconds_of(file: bytes) -> list[int]:
+    """The second in which each picture of a file was shown."""
+    with av.open(BytesIO(file)) as video:
+        return [round(frame.to_ndarray(format="gray").mean() / 3) for frame in video.decode(video=0)]
+
+
+@pytest.mark.parametrize("seconds", [1, 10, 30])
+def test_an_mp4_plays_exactly_the_last_seconds(seconds: int) -> None:
+    recent = shown("h264", range(40 * 41))
+    found = seconds_of(write_clip("h264", FORMAT, recent.last(seconds), seconds))
+    assert len(found) == 40 * seconds
+    assert (found[0], found[-1]) == (pytest.approx(41 - seconds, abs=1), pytest.approx(40, abs=1))
+    assert recent.kept_s < 30 + 10 + 1, "one group of pictures more than the longest clip"
+
+
+def test_a_webm_begins_at_the_key_frame_before() -> None:
+    found = seconds_of(write_clip("vp8", FORMAT, shown("vp8", range(40 * 25)).last(10), 10))
+    assert len(found) == 40 * 15 and found[-1] == pytest.approx(24, abs=1)
+
+
+def test_a_stream_younger_than_that_is_given_whole() -> None:
+    assert len(seconds_of(write_clip("h264", FORMAT, shown("h264", range(60)).last(10), 10))) == 60
+    assert RecentFrames().last(10) == []
+
+
+def test_a_pause_is_left_out_and_the_stream_goes_on_at_a_key_frame() -> None:
+    recent = shown("h264", [*range(100), *range(100, 4000, 40), *range(4000, 4100)], held=range(100, 4000))
+    with av.open(BytesIO(write_clip("h264", FORMAT, recent.last(10), 10))) as video:
+        times = [float(frame.time or 0) for frame in video.decode(video=0)]
+    assert 195 < len(times) <= 200 and times[-1] < 6
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sum(each.encoded.packet.size for each in shown("h264", range(400), key_every=40).last(30))
+    monkeypatch.setattr(clip, "MOST_BYTES", whole // 3)
+    kept = shown("h264", range(400), key_every=40).last(30)
+    assert kept and kept[0].encoded.key
+    assert sum(each.encoded.packet.size for each in kept) <= whole // 3

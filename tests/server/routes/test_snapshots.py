@@ -36,11 +36,6 @@ LEAD = PlaybackConfig(max_ahead_s=4.0)
 IMAGE = "data:image/png;base64," + base64.b64encode(png("green")).decode()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def pipeline(stages: int, model: Model = MODEL) -> Any:
     pictures = ImageEncoder(lambda: small_encoder(4), model.spec)
     return StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages), pictures=pictures)

@@ -55,7 +55,6 @@ async def test_a_timeline_steers_a_watched_session_and_the_log_says_what_it_did(
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"at": 1}, ""), ([{"at": 1, "prompt": "blue", "ove": 2}], "0.ove"), ([{"at": 1, "steps": 2}], "0.steps"),
         ([{"at": 1, "controls": {"fly": 1}}], "control"), ([{"at": 1, "prompt": "blue"}] * 10_001, ""),
         ([{"at": 1, "prompt": "blue", "switch": "flush", "over": 2}], "over"),
     ],

@@ -1,7 +1,10 @@
-"""Adaptive sessions on a real server: what viewers see and are told while there is too much to do, and afterwards."""
+"""Adaptive sessions on a real server: what viewers see and are told while there is too much to do, and afterwards. A
+new prompt's first frames are shown at once."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +12,13 @@ import httpx
 import numpy as np
 import pytest
 
+from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig
-from streamdiff.engine.messages import FrameBatch, Open, SetMaxAhead
+from streamdiff.engine.messages import FrameBatch, Open, SetMaxAhead, SetPrompt
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server import load
+from streamdiff.server.media.playback import SKIP_EVERY_S
+from streamdiff.server.sessions.live_session import LiveSession
 from tests.server.conftest import Peer, Site, bearer, open_site
 from tests.server.routes.test_sessions import served
 from tests.server.scripted import CHUNK_FRAMES, Painter
@@ -148,3 +154,55 @@ async def test_an_engine_that_stalls_may_make_more_ahead_and_only_without_a_fram
             slack_s = playback.slack_s(replace(batch, chunk=1000))
             assert slack_s is not None and slack_s < 0
         await site.until(lambda: any(isinstance(each, SetMaxAhead) and each.frames > most for each in sent))
+
+
+LEAD_S = 4.0
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[Site, LiveSession]]:
+    """A server whose engine is fast, and its default session."""
+    config = Config(playback=PlaybackConfig(max_ahead_s=LEAD_S))
+    async with open_site(config, Painter(chunk_s=0.001)) as site:
+        yield site, site.live
+
+
+async def prompt(site: Site, text: str) -> SetPrompt:
+    """Ask for a prompt; returns what the engine was told."""
+    response = await site.http.post("/api/control", json={"type": "prompt", "prompt": text})
+    assert response.status_code == 200, response.text
+    return next(command for command in reversed(site.client.sent) if isinstance(command, SetPrompt))
+
+
+async def test_what_waits_is_skipped_for_a_new_prompt() -> None:
+    async with opened() as (site, session):
+        peer = await site.watch()
+        await peer.frame()
+        await site.until(lambda: session.playback.pacer.progress().buffered > 40)
+        shown = session.playback.pacer.progress().frame
+        assert (await prompt(site, "blue")).skip
+        await site.until(lambda: session._latest_shown_epoch == session.epoch)
+        progress = session.playback.pacer.progress()
+        assert progress.frame > shown
+        assert progress.dropped > 0
+        assert progress.passed == progress.shown + progress.dropped, "each was either shown or skipped"
+
+
+async def test_prompts_without_end_skip_now_and_then_only() -> None:
+    async with opened() as (site, session):
+        await (await site.watch()).frame()
+        now_s = clock.monotonic_s()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock, "monotonic_s", lambda: now_s)
+            assert [session.playback.may_skip() for _ in range(3)] == [True, False, False]
+            patch.setattr(clock, "monotonic_s", lambda: now_s + SKIP_EVERY_S)
+            assert session.playback.may_skip()
+
+
+async def test_nothing_is_skipped_that_nobody_sees_nor_of_video_that_comes_in() -> None:
+    async with opened() as (site, session):
+        await site.until(lambda: session.playback.pacer.held)
+        assert not (await prompt(site, "blue")).skip
+        await (await site.watch()).frame()
+        session.take_input("camera")
+        assert not (await prompt(site, "blue")).skip

@@ -9,7 +9,6 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-import torch
 
 from streamdiff.config import Config, PlaybackConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, SetInput
@@ -41,11 +40,6 @@ def video(path: Path, frames: int, fps: int = 50, size: tuple[int, int] = (320, 
 
 def with_file(path: str, **session: Any) -> Config:
     return Config(playback=PlaybackConfig(max_ahead_s=1.0), session=SessionConfig(input=path, **session))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.slow

@@ -196,24 +196,11 @@ async def test_a_client_without_a_connection_shows_its_wheel_token() -> None:
             assert (await asks(site, "take", wheel=name)).json()["you"] not in (second["you"], connected.id)
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({"do": "steal"}, "do"),
-        ({}, "do"),
-        ({"do": "take", "name": "x" * 25}, "name"),
-        ({"do": "take", "name": " "}, "name"),
-        ({"do": "take", "name": "a\nb"}, "name"),
-        ({"do": "take", "name": "a\u202eb"}, "name"),
-        ({"do": "take", "name": "\u0000"}, "name"),
-        ({"do": "take", "name": 7}, "name"),
-        ({"do": "take", "more": 7}, "more"),
-    ],
-)
-async def test_what_is_no_request_or_no_name_is_refused_and_the_wheel_is_free(body: dict[str, Any], field: str) -> None:
+async def test_what_is_no_name_is_refused_and_the_wheel_is_free() -> None:
+    """Others are in tests/messages.txt."""
     async with open_site() as site:
-        answer = await site.http.post(WHEEL, json=body)
-        assert (answer.status_code, answer.json()["field"]) == (422, field)
+        answer = await site.http.post(WHEEL, json={"do": "take", "name": "\u0000"})
+        assert (answer.status_code, answer.json()["field"]) == (422, "name")
         half = {"content": b'{"do": "take", "name": "\\ud800"}', "headers": {"Content-Type": "application/json"}}
         assert (await site.http.post(WHEEL, **half)).status_code in (400, 422)
         assert names((await site.http.get(WHEEL)).json()) == []

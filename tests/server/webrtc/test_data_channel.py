@@ -24,8 +24,9 @@ async def test_a_control_channel_that_was_closed_may_be_opened_again_and_a_secon
     async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
-        beside = peer.pc.createDataChannel("control")
-        await site.until(lambda: beside.readyState == "closed")
+        beside = [peer.pc.createDataChannel(label) for label in ("control", "gossip")]
+        await site.until(lambda: {each.readyState for each in beside} == {"closed"})
+        assert peer.channel.readyState == "open"
         for number in range(3):
             peer.channel.close()
             await site.until(lambda: peer.channel.readyState == "closed")

@@ -125,7 +125,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             client = InMemoryClient(Painter())
             config = Config(serve=ServeConfig(max_viewers=8, address_share=1.0))
             app = create_app(config)
-            attached = attach_engine(app, config, client, client.ready)
+            attached = attach_engine(app, config, client)
             await attached.__aenter__()
             return client, app, attached
 

@@ -119,8 +119,8 @@ def estimate(
 
     def block(r: int, steered: bool) -> float:
         own = r / shares
-        weights = sizes.block_values
-        computing = ceilings.seconds(own * flops, (weights + own * moved) * value_bytes, own * attention_flops)
+        nbytes = (sizes.block_values + own * moved) * value_bytes
+        computing = ceilings.seconds(own * flops, nbytes, own * attention_flops)
         between = ceilings.seconds(0.0, own * ceilings.elementwise * tokens * width * value_bytes)
         if steered:
             computing += ceilings.seconds(own * acting[0], sizes.acting_values * value_bytes, own * acting[1])
@@ -137,18 +137,16 @@ def estimate(
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
     flow_s = _LINK_FLOOR_S + sizes.flow_values * message
     # The head hands the others what it begins with; of the last stage each gathers the flow.
-    hand_on = flow_s if shares > 1 else 0.0
     gather = ceilings.exchange_s(max_rows * value_bytes * sizes.flow_values, shares)
     embed = part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4)
     own = tokens / shares
     head = part(sizes.output_values, 2.0 * own * sizes.output_values, 2 * own * width, _BLOCK_FLOOR_S / 4)
-    decode_tflops = ceilings.decode_tflops or ceilings.tflops
     return Costs(
         source=ceilings.source,
         block_s=tuple(act if number in acts else plain for number in range(sizes.blocks)),
-        embed_s=tuple(time_s + hand_on for time_s in embed),
+        embed_s=tuple(time_s + (flow_s if shares > 1 else 0.0) for time_s in embed),
         head_s=tuple(time_s + gather for time_s in head),
-        decode_s=sizes.spec.chunk_latents * sizes.decoder.flops / (decode_tflops * 1e12),
+        decode_s=sizes.spec.chunk_latents * sizes.decoder.flops / ((ceilings.decode_tflops or ceilings.tflops) * 1e12),
         link_s=_LINK_FLOOR_S + sizes.hidden_values / shares * message,
         flow_s=flow_s,
     )

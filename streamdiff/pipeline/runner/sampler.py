@@ -149,7 +149,8 @@ class StreamInputs:
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
     condition: see `SamplerState.condition`.
-    controls: what steers the first n chunks `[n, *ModelSpec.steering_shape]`, in place of what is held.
+    controls: what steers the first n chunks `[n, *ModelSpec.steering_shape]`, in place of what is held;
+        of a model without known keys the last stays.
     """
 
     noise: Noise | None = None
@@ -328,8 +329,8 @@ class LatentSampler:
         """What steers a chunk that is admitted now, on the device. Mutates: session."""
         spec, given = self.spec, session.given_controls
         vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
-        if given is not None and chunk < len(given):
-            return given[chunk]
+        if given is not None and (chunk < len(given) or not spec.controls):  # where no key is known the last stays
+            return given[min(chunk, len(given) - 1)]
         if spec.has_camera:
             size = spec.width, spec.height
             own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)

@@ -113,7 +113,7 @@ def test_what_cameras_do_is_copied_to_where_graphs_look_for_it(stages: int) -> N
         assert all(len(session.steered) < 2 for session in stage.sessions.values()), "only of the chunk in flight"
 
 
-@pytest.mark.parametrize(("kv_context", "stages"), [("clean", 2), ("same_step", 1)])
+@pytest.mark.parametrize(("kv_context", "stages"), [("clean", 2), ("same_step", 2)])
 def test_action_modules_are_captured_and_forwards_of_several_worlds_are_not(kv_context: str, stages: int) -> None:
     """Of two worlds steered apart, through evictions; later sessions find the caches of earlier ones empty."""
     model = small_world(1)

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo, control_values
 from streamdiff.engine.messages import Pictures
-from streamdiff.errors import RequestError
+from streamdiff.errors import ConfigError, RequestError
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 
 
@@ -29,6 +30,7 @@ class FakeStream:
     kv_context: str
     start: Pictures | None = None
     video: list[tuple[int, ...]] = field(default_factory=list)
+    background: bool = False
     chunk: int = 0
     wait_at: int | None = None
     credit: int = 0
@@ -52,6 +54,8 @@ class FakePipeline:
 
     info: ModelInfo
     text: Any
+    loras = SimpleNamespace(names=())
+    sampler = SimpleNamespace(sessions=defaultdict(lambda: SimpleNamespace(latest_loras={})))
     encodings = 0
     inputs: tuple[int, ...] = ()
     savings: tuple[int, ...] = ()
@@ -91,7 +95,7 @@ class FakePipeline:
     ) -> None:
         assert session not in self.streams
         self._check_steps(steps)
-        self.streams[session] = FakeStream(conditioning, seed, epoch, steps, kv_context, start, video or [])
+        self.streams[session] = FakeStream(conditioning, seed, epoch, steps, kv_context, start, video or [], background)
         self.calls.append(("open", session, conditioning, steps, kv_context))
 
     def image_features(self, picture: Pictures) -> None:
@@ -105,7 +109,12 @@ class FakePipeline:
         if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
 
-    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep") -> None:
+    def loras_of(self, session: int) -> set[int]:
+        return set()
+
+    def set_conditioning(
+        self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep", loras: Any = None
+    ) -> None:
         stream = self.streams[session]
         stream.paint, stream.epoch, stream.switch = conditioning, epoch, switch
         self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
@@ -122,13 +131,14 @@ class FakePipeline:
     def facts(self) -> dict[str, Any]:
         return {"name": self.info.model, "weights": ["painted"]}
 
-    def check_facts(self, theirs: Mapping[str, Any]) -> None:
-        assert theirs == self.facts()
+    def check_facts(self, theirs: Mapping[str, Any] | None) -> None:
+        if theirs not in (None, self.facts()):
+            raise ConfigError("the log is of another hand", field="weights", code="weights")
 
     def blended(self, before: Any, after: Any, share: float, along: str) -> Any:
         return tuple(round((1 - share) * one + share * other) for one, other in zip(before, after, strict=True))
 
-    def set_controls(self, session: int, values: Mapping[str, float]) -> int:
+    def set_controls(self, session: int, values: Mapping[str, float], pressed: bool = True) -> int:
         control_values(self.info.controls, values)
         stream = self.streams[session]
         stream.held |= values
@@ -148,7 +158,16 @@ class FakePipeline:
         self.streams[session].steps, self.streams[session].epoch = steps, epoch  # a chunk in flight keeps its own
         self.calls.append(("set_steps", session, steps, epoch))
 
-    def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int, start: Pictures | None = None) -> None:
+    def reset(
+        self,
+        session: int,
+        conditioning: Any,
+        *,
+        seed: int,
+        epoch: int,
+        start: Pictures | None = None,
+        loras: Any = None,
+    ) -> None:
         old = self.streams[session]
         new = FakeStream(conditioning, seed, epoch, old.steps, old.kv_context, start, old.video, switch="reset")
         new.credit, new.paused = old.credit, old.paused
@@ -216,6 +235,8 @@ class FakePipeline:
 
     def check_input(self, strength: float | None) -> None:
         raise RequestError("input", f"{self.info.model} takes no video; steer it by its prompt alone")
+
+    def let_go(self, session: int) -> None: ...
 
     def is_away(self, session: int) -> bool:
         return False

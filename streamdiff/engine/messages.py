@@ -6,12 +6,13 @@ Plain frozen dataclasses with JSON-able fields; pictures and snapshots travel be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES, ModelInfo
-from streamdiff.engine.timeline import TimedChange
+from streamdiff.engine.timeline import CHANGE, TimedChange
 
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
@@ -53,8 +54,16 @@ class Open(StreamCommand):
     `image` is for resets; frames are numbered from `made_frames`, or from the snapshot's number where that is higher;
     epochs go on so that the last, which has all of it, is `epoch` or above. A background session takes none.
 
-    `prompt_embeds` and what follows: see `features.Features`. A session that has the
+    `loras`: scales of LoRAs by name, see `SetLora`; None: none, or those of the snapshot.
+
+    `prompt_embeds` to `strength`: see `features.Features`. A session that has the
     first of them has no prompt, and one that continues from a snapshot has what was saved with it.
+
+    `source`, another session, open here: the stream is a branch of its own, from before chunk `chunk` on, see `Rewind`.
+    It has no prompt, seed and KV context of its own; nothing is held, and frames are numbered from `made_frames`.
+
+    `changes`: of a log, which the stream plays from its first chunk on, with prompts as the model was given them;
+    `facts`: of the model of that (see `RestingStates.facts`).
     """
 
     prompt: str
@@ -76,6 +85,31 @@ class Open(StreamCommand):
     poses: Data | None = field(default=None, repr=False)
     intrinsics: Data | None = field(default=None, repr=False)
     strength: float = DEFAULT_STRENGTH
+    loras: dict[str, float] | None = None
+    source: str = ""
+    chunk: int = 0
+    changes: tuple[TimedChange, ...] = ()
+    facts: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", _as_objects(self.changes))
+
+
+def _as_objects(changes: tuple[TimedChange | dict[str, Any], ...]) -> tuple[TimedChange, ...]:
+    """Changes as objects, also those that came as JSON."""
+    return tuple(CHANGE.validate_python(each) for each in changes)
+
+
+@dataclass(frozen=True)
+class Rewind(StreamCommand):
+    """Go back to before chunk `chunk` of the stream, see `Kept`: chunks have the numbers that they had, frame numbers
+    go on. Chunks from there on are, under the same changes, those of the first time. What is held now holds from there
+    on, and `steps` (None: as it was then); a timeline ends, a paused session goes on. Answered by `Accepted` or
+    `Refused`, later by `Applied`; requests that come before the chunk is begun wait for it."""
+
+    chunk: int
+    steps: int | None = None
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +168,18 @@ class SetSteps(StreamCommand):
 
 
 @dataclass(frozen=True)
+class SetLora(StreamCommand):
+    """Have the LoRA of a file of `model.lora_dir`, by its name without the suffix, at `scale`, from 0 to 2, from the
+    next chunk on; it goes there over so many chunks, from where it is (0 where it is new). None: take it out. Answered
+    by `Accepted`, once its file is read, or `Refused`, later by `Applied`."""
+
+    name: str
+    scale: float | None = 1.0
+    over: int = 1
+    request: str = ""
+
+
+@dataclass(frozen=True)
 class SetInput(StreamCommand):
     """Let the next chunks start from the video that `InputFrames` bring, with noise of level `strength`, above 0 and at
     most 1, mixed in; or change the strength. None: the input ends, and the session continues from its text alone.
@@ -158,18 +204,15 @@ class SetControls(StreamCommand):
 class SetTimeline(StreamCommand):
     """Play these changes instead of those of a timeline before; none: there is no timeline any more. Chunks count from
     `begin` on, and after a reset from the stream's beginning; None: from the next one that is admitted. Answered by
-    `Accepted` or `Refused`; each prompt that takes effect sends `Accepted` without a request. `as_read`: prompts
-    are texts as the model was given them, as a log has them; else each is read after the one before it."""
+    `Accepted` or `Refused`; each prompt that takes effect sends `Accepted` without a request, and is read after the one
+    before it."""
 
     changes: tuple[TimedChange, ...]
     request: str = ""
     begin: int | None = None
-    as_read: bool = False
 
     def __post_init__(self) -> None:
-        """Changes as objects, also those that came as JSON."""
-        made = (each if isinstance(each, TimedChange) else TimedChange(**each) for each in self.changes)
-        object.__setattr__(self, "changes", tuple(made))
+        object.__setattr__(self, "changes", _as_objects(self.changes))
 
 
 @dataclass(frozen=True)
@@ -231,7 +274,8 @@ Command = StreamCommand | Shutdown
 class Ready(ModelInfo):
     """The engine is warm, and what its model is. `chunk_compute_s`: seconds of work in a chunk, measured while warming
     up (None: not measured); `max_sessions`: sessions of the default kind that fit into memory (None: unknown);
-    `max_swapped_sessions`: how many more may be open while swapped out (None: no limit)."""
+    `max_swapped_sessions`: how many more may be open while swapped out (None: no limit); `loras`: names of those that
+    sessions may load."""
 
     examples: tuple[str, ...] = ()
     suggestions: tuple[tuple[str, ...], ...] = ()
@@ -239,18 +283,21 @@ class Ready(ModelInfo):
     chunk_compute_s: float | None = None
     max_sessions: int | None = None
     max_swapped_sessions: int | None = 0
+    loras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Opened(StreamEvent):
     """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty. `switches`:
-    those of PROMPT_POLICIES that this session's KV context can do. `image`: whether a reset begins with a picture."""
+    those of PROMPT_POLICIES that this session's KV context can do. `image`: whether a reset begins with a picture;
+    `loras`: scales of LoRAs by name."""
 
     epoch: int
     text: str
     notice: str = ""
     switches: tuple[str, ...] = PROMPT_POLICIES
     image: bool = False
+    loras: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -263,14 +310,25 @@ class Saved(StreamEvent):
 
 
 @dataclass(frozen=True)
+class Kept(StreamEvent):
+    """Snapshots are kept of the session: it can be rewound to `chunks`, the first of which there is one and those after
+    it; the second number is the latest of which there is one. None: it cannot be."""
+
+    chunks: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class Accepted(StreamEvent):
     """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
-    prompt as the model is given it, empty where the request says nothing of it."""
+    prompt as the model is given it, empty where the request says nothing of it; `begin`: the chunk from which a
+    timeline counts; `loras` as of `Opened`, None: as before."""
 
     request: str
     epoch: int
     text: str
     notice: str = ""
+    begin: int = 0
+    loras: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

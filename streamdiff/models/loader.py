@@ -19,23 +19,14 @@ from streamdiff.core import KV_CONTEXTS
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
+from streamdiff.models import spec as model_spec
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
 from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.models.clip_vision import ClipVision, check_tower
 from streamdiff.models.resolve import ResolvedModel, resolve_model
-from streamdiff.models.spec import (
-    ActionModules,
-    ModelSpec,
-    ParsedPrompt,
-    TextEncoder,
-    choose_steps,
-    context_fault,
-    parse_size,
-    with_size,
-    with_window,
-)
+from streamdiff.models.spec import ActionModules, ModelSpec, ParsedPrompt, TextEncoder
 from streamdiff.models.text_encoder import EmbeddingFolder, WanText, check_text_files
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
@@ -125,7 +116,8 @@ class ModelLoader:
                 sink = said.get("sink_size")  # in worlds' own configurations
                 spec = replace(spec, window_latents=window, sink_latents=sink if type(sink) is int else 0)
             spec = replace(spec, kv_contexts=KV_CONTEXTS) if self.config.untested else spec
-            return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
+            size = self.config.size
+            return spec if size is None else model_spec.with_size(spec, *model_spec.parse_size(size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
@@ -141,14 +133,15 @@ class ModelLoader:
         unknown = model.entry is None and not model.embedded
         if model.entry is not None and model.entry.stream is None:
             raise ConfigError(
-                f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
+                f"{config.name} is bidirectional: each frame sees all of a clip, so it makes whole clips and cannot "
+                "run live; name one of the causal models that `streamdiff models` lists"
             )
         if not unknown and (config.timesteps is not None or config.chunk_latents is not None):
             raise ConfigError(
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
-        if fault := context_fault(self.spec, config.kv_context):
+        if fault := model_spec.context_fault(self.spec, config.kv_context):
             raise ConfigError(fault, field="kv_context")
         given = _given_stream(config) if unknown else {}
         spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
@@ -158,8 +151,8 @@ class ModelLoader:
                     f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink "
                     "and --rope out"
                 )
-            spec = with_window(spec, *overrides)
-        choose_steps(config.step_count, spec.steps, spec.name)
+            spec = model_spec.with_window(spec, *overrides)
+        model_spec.choose_steps(config.step_count, spec.steps, spec.name)
         return spec
 
     def check_files(self, *parts: str) -> None:
@@ -170,7 +163,7 @@ class ModelLoader:
             ConfigError: what loading would refuse, but for values.
         """
         model = self.model
-        if "weights" in parts and model.weights is not None:
+        if "weights" in parts and (model.weights is not None or model.loras):
             wan_weights.plan_transformer(self.checkpoint, loras=model.loras)
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)

@@ -28,6 +28,7 @@ from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.loras import LoraFolder
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.ring import Ring, RingParts
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
@@ -102,6 +103,8 @@ class StreamingPipeline(Ring):
         self.figures = PipelineFigures(self.info, self, workers, budget)
         self.resting = RestingStates(self)
         self.video = VideoInputs(pictures, spec, self.wake)
+        self.loras = LoraFolder(self)
+        """What sessions may load while they play."""
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         """Frames that must be allowed ahead of those shown, at least, for the ring to run."""
@@ -419,7 +422,9 @@ class StreamingPipeline(Ring):
             return []
         if piece.fault:
             stream.decoding -= 1
-            self._decoding_failed(stream, piece)
+            name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
+            why = self.stage.exchange.pop_text(name) or piece.fault  # why a stage could not compute it, if that is so
+            self.faults.fail_session(stream.session, why, self._decoding_streak)
             return []
         self._decoding_streak.record_success()
         # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
@@ -431,13 +436,6 @@ class StreamingPipeline(Ring):
             self._finished_costs.append(chunk.cost)
         pictures = piece.pictures
         return [Frames(stream.session, piece.chunk, chunk.epoch, pictures, piece.last, chunk_s, chunk.control)]
-
-    def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
-        """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
-        Mutates: self."""
-        name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
-        why = self.stage.exchange.pop_text(name) or piece.fault
-        self.faults.fail_session(stream.session, why, self._decoding_streak)
 
     def _look(self) -> None:
         """Re-raise a decoding error on the caller's thread."""

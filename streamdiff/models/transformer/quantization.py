@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from streamdiff.device import seconds_per_call
 from streamdiff.errors import ConfigError
+from streamdiff.heavy_import import optional
 
 MODES = ("none", "fp8", "int8")
 MARGIN = 0.03
@@ -32,13 +32,11 @@ def check(mode: str, device: torch.device, dtype: torch.dtype) -> None:
     """That weights in `dtype` can be quantised this way for this device.
 
     Raises:
-        ConfigError: another word, no torchao, or a device or dtype that cannot; says why, and what can be used.
+        ConfigError: no torchao, or a device or dtype that cannot; says why, and what can be used.
     """
-    if mode not in MODES:
-        raise ConfigError(f"--quantize is {mode!r}; it can be {', '.join(MODES)}")
     if (reason := unsuited(mode, device, dtype)) is not None:
         raise ConfigError(f"--quantize is {mode}, which {reason}")
-    _torchao(mode)
+    optional("torchao.quantization", "quantize", f"--quantize {mode}")
 
 
 def unsuited(mode: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -69,7 +67,7 @@ def quantize(weight: Tensor, mode: str, name: str) -> Tensor:
     Raises:
         ConfigError: torchao leaves it as it is, as it does with sizes that its kernels do not take.
     """
-    ao = _torchao(mode)
+    ao = optional("torchao.quantization", "quantize", f"--quantize {mode}")
     made = {
         "int8": lambda: ao.Int8WeightOnlyConfig(),
         "fp8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
@@ -92,7 +90,7 @@ def try_fp8(
     device: torch.device,
     dtype: torch.dtype,
     compiled: Callable[[Product], Product] | None = None,
-    stopwatch: Callable[[Callable[[], object], torch.device], float] = seconds_per_call,
+    stopwatch: Callable[[Callable[[], object]], float] = seconds_per_call,
 ) -> tuple[str, str]:
     """`fp8` if the products of a block are faster in it than in `dtype` by `MARGIN`, else `none`; and why, for people.
 
@@ -116,7 +114,7 @@ def try_fp8(
             given = torch.randn(tokens, width, device=device).to(dtype)
             weight = quantize(weight, "fp8", "a weight") if fp8 else weight
             run = product if compiled is None else compiled(product)
-            found += count * stopwatch(partial(run, given, weight), device)
+            found += count * stopwatch(partial(run, given, weight))
         return found
 
     try:
@@ -135,11 +133,3 @@ def _no_fp8(device: torch.device) -> str | None:
     if capability < FP8_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
     return None
-
-
-def _torchao(mode: str) -> Any:
-    try:
-        import torchao.quantization
-    except ImportError as error:
-        raise ConfigError(f"--quantize is {mode}, which takes torchao ({error}); {INSTALL}") from None
-    return torchao.quantization

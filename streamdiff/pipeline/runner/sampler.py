@@ -5,7 +5,7 @@ Only rank 0 knows noise levels and x_t; stages see hidden states, and what comes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
+from streamdiff.device import upload
 from streamdiff.errors import RequestError
 from streamdiff.models import camera, sampling
 from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
@@ -44,10 +45,6 @@ class StepLevels:
         the schedule has for these, see `levels_of`."""
         both = source.timestep, levels_of(source.timestep, schedule)
         return cls(*(each[:, None, None].expand(-1, 1, source.latents.shape[2]) for each in both))
-
-    def starting_at(self, chunk: int) -> StepLevels:
-        """Those of a stream whose chunk 0 is `chunk` here."""
-        return StepLevels(self.timesteps[chunk:], self.sigmas[chunk:])
 
     def to(self, device: torch.device) -> StepLevels:
         return StepLevels(self.timesteps.to(device), self.sigmas.to(device))
@@ -209,6 +206,8 @@ class SamplerState:
     """Of a model with a camera: where that looks since the latest chunk was admitted."""
     held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
     """The controls that the next chunk gets. A resumed session begins with none."""
+    loras: dict[int, dict[int, float]] = field(default_factory=dict, metadata=STATE)
+    """Scales of LoRAs by id: those that hold from an epoch on, back to the oldest in flight."""
     pictures: Any = field(default=None, metadata=STATE)
     """Memory of the model's `first_frame_reencoder`."""
 
@@ -216,6 +215,21 @@ class SamplerState:
     def clean_pass(self) -> bool:
         """Whether all chunks have a clean pass."""
         return self.kv_context not in PER_STEP
+
+    @property
+    def latest_loras(self) -> dict[int, float]:
+        """Scales of LoRAs, by id, of chunks that are admitted now."""
+        return self.loras[max(self.loras)] if self.loras else {}
+
+    def set_loras(self, epoch: int, loras: Mapping[int, float], oldest: int) -> None:
+        """Chunks from `epoch` on have these; `oldest` is the oldest in flight. Mutates: self."""
+        kept = self.loras_from(oldest) if any(self.loras.values()) else {}
+        self.loras = {**kept, epoch: dict(loras)} if kept or loras else {}
+
+    def loras_from(self, oldest: int) -> dict[int, dict[int, float]]:
+        """Those of the chunks of epoch `oldest` and later."""
+        first = max((each for each in self.loras if each <= oldest), default=oldest)
+        return {each: own for each, own in self.loras.items() if each >= first}
 
     def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk for as long as a later one may see it. Mutates: self."""
@@ -334,13 +348,9 @@ class LatentSampler:
         if spec.has_camera:
             size = spec.width, spec.height
             own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)
-            return self._upload(own)
-        vectors = self._upload(vectors)
+            return upload(own, self.device)
+        vectors = upload(vectors, self.device)
         return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)
-
-    def _upload(self, values: Tensor) -> Tensor:
-        """Values of the host on the device; from memory that is not pinned the host would wait for the copy."""
-        return (values.pin_memory() if self.device.type == "cuda" else values).to(self.device, non_blocking=True)
 
     def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
         """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""

@@ -329,13 +329,9 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         return hidden, *before(ropes, following, hidden, modulation)
 
     def end(
-        weights: BlockWeights,
-        hidden: Tensor,
-        time: Tensor,
-        modulation: Tensor,
-        texts: tuple[BlockText, ...],
+        weights: BlockWeights, hidden: Tensor, time: Tensor, modulation: Tensor, texts: tuple[BlockText, ...],
         mixed: Tensor | None,
-    ) -> Tensors:
+    ) -> Tensors:  # fmt: skip
         hidden = after(weights, hidden, modulation, texts, mixed)
         if not stage.last:
             return (hidden,)

@@ -236,6 +236,7 @@ class Engine:
         start = partial(
             self._pipeline.open, slot, made.conditioning, seed=session.seed, epoch=session.epoch, steps=steps,
             kv_context=kv_context, background=command.background, start=made.start, video=made.video,
+            **({} if made.controls is None else {"controls": made.controls}),
         )  # fmt: skip
         try:
             self._resting.retry_after_swap_out(start)
@@ -243,6 +244,7 @@ class Engine:
             raise validation.bad_value(error, "session") from error
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
+        session.origin = session.origin if made.controls is None else "it began with a camera's poses"
         session.begins()
         for name, scale in (command.loras or {}).items():
             session.set_lora(loras[name], scale, 1, "")

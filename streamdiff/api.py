@@ -1,8 +1,8 @@
 """streamdiff in your own process, in three verbs: open a stream, steer it, take its frames.
 
 - *open*: `open(prompt)`, or `load(path)` from a file that `save` wrote; `stream` opens one and only yields frames.
-- *steer*: `set_prompt`, `set_steps`, `control`, `timeline`, `video` and `feed`, `pause` and `resume`, `reset`, at any
-  time, from any thread.
+- *steer*: `set_prompt`, `set_steps`, `control`, `timeline`, `video` and `feed`, `pause` and `resume`, `rewind`,
+  `reset`, at any time, from any thread.
 - *frames*: iterate over the session; each frame is a uint8 array, made as fast as it is taken.
 
     with streamdiff.open("a red circle") as session:
@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+from copy import copy
 from itertools import count, islice
 from pathlib import Path
 from types import EllipsisType
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 Frame = NDArray[np.uint8]
 """One picture: uint8 `[H, W, 3]`, RGB."""
 
-_NAME = "stream"
 # Chunks made ahead of what is taken: the second is computed while the first is decoded.
 _MAX_AHEAD_CHUNKS = 2
 _STEP_WAIT_S = 0.05
@@ -72,9 +72,10 @@ class StreamSession:
         seed: int = 0,
         image: Image | None = None,
         fit: str = "cover",
+        rewind_mb: int = 0,
     ) -> None:
-        """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`. `image` and `fit`:
-        see `streamdiff.open`.
+        """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`. `image`, `fit` and
+        `rewind_mb`: see `streamdiff.open`.
 
         Raises:
             RequestError: a prompt, seed or picture that cannot be used; the pipeline is closed then.
@@ -88,18 +89,12 @@ class StreamSession:
         """What steers it while it plays, by name; see `control`."""
         self.width: int = info.width
         self.height: int = info.height
-        self._engine = Engine(pipeline, _MAX_AHEAD_CHUNKS * info.chunk_frames)
+        self._engine = Engine(pipeline, _MAX_AHEAD_CHUNKS * info.chunk_frames, rewind_mb * 1_000_000)
         self._lock = threading.Lock()
-        self._frames: deque[Frame] = deque()
-        self._made = 0
         self._numbers = count()
-        self._answers: dict[str, messages.Accepted | messages.Opened | messages.Refused] = {}  # by request
-        self._closed = self._is_open = False
-        self._failure = ""
-        """Why the stream has ended by itself; empty: it has not."""
-        self._takes_video = False
-        self._video_fault = ""
-        """Why the latest video cannot be encoded; empty: it can."""
+        self._streams: dict[str, StreamSession] = {}
+        """Those of the engine that are not closed, by name: this one, and its branches."""
+        self._clear("stream")
         self.text, self.notice, self._switch = "", "", PROMPT_POLICIES[0]
         if prompt is None:
             return
@@ -109,6 +104,19 @@ class StreamSession:
             self.close()
             raise
 
+    def _clear(self, name: str) -> None:
+        """Have no stream yet, and a name. Mutates: self."""
+        self._name, self._streams[name] = name, self
+        self._frames: deque[Frame] = deque()
+        self._made = 0
+        self._answers: dict[str, messages.Accepted | messages.Opened | messages.Refused] = {}  # by request
+        self._closed = self._is_open = False
+        self._failure = ""
+        """Why the stream has ended by itself; empty: it has not."""
+        self._takes_video = False
+        self._video_fault = ""
+        """Why the latest video cannot be encoded; empty: it can."""
+
     def restart(self, prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover") -> None:
         """End the stream, and begin another on the same model: it gives what `streamdiff.open` would. Frames not taken
         yet are dropped.
@@ -116,16 +124,13 @@ class StreamSession:
         Raises:
             RequestError: a prompt, seed or picture that cannot be used; there is no stream then.
         """
-        self._restart(messages.Open(_NAME, prompt, seed, image=self._fitted(image, fit)))
+        self._restart(messages.Open(self._name, prompt, seed, image=self._fitted(image, fit)))
 
     def _restart(self, opening: messages.Open) -> None:
         """Raises RequestError as `restart`."""
         if self._is_open:
-            self._tell(messages.Close(_NAME))
-        self._is_open = self._takes_video = False
-        self._failure = ""
-        self._frames.clear()
-        self._made = 0
+            self._tell(messages.Close(self._name))
+        self._clear(self._name)
         self._ask(opening)
 
     def replay(self, log: Log | Path | str, image: Image | None = None, fit: str = "cover") -> None:
@@ -134,21 +139,19 @@ class StreamSession:
         dropped.
 
         Raises:
-            ConfigError: it is no log, one that cannot be played again, or of another model, size or weights.
-            RequestError: it is of another picture, or asks for what the model cannot do.
+            ConfigError: it is no log, or one that cannot be played again.
+            RequestError: it is of another model, size, weights or picture, or asks for what the model cannot do.
         """
         log = log if isinstance(log, Log) else read_log(Path(log))
         header, picture = log.header, self._fitted(image, fit)
-        self._engine.check_log(header)
         if digest_of(picture) != header.image:
             why = f"the log's stream began {'from another' if header.image else 'without a'} picture; give what it had"
             raise RequestError("image", why, "image")
-        opening = messages.Open(_NAME, header.prompt, header.seed, header.steps, header.kv_context, image=picture)
-        self._restart(opening)
+        begin = self._name, header.prompt, header.seed, header.steps, header.kv_context
+        self._restart(messages.Open(*begin, image=picture, changes=log.changes, facts=header.model))
         if self.text != header.prompt:
             why = f"the log's prompt {header.prompt[:60]!r} is read as {self.text[:60]!r} by this version"
             raise RequestError("prompt", why, "model")
-        self._ask(messages.SetTimeline(_NAME, log.changes, "log", 0, as_read=True))
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class StreamSession:
             with self._lock:
                 if self._frames:
                     frame = self._frames.popleft()
-                    self._engine.handle(messages.Shown(_NAME, self._made - len(self._frames)))
+                    self._engine.handle(messages.Shown(self._name, self._made - len(self._frames)))
                     return frame
                 self._check_well()
                 if self._closed or not self._engine.busy:
@@ -190,7 +193,7 @@ class StreamSession:
         """
         switch = switch or self._switch
         request = f"{'reset' if switch == 'reset' else 'prompt'} {next(self._numbers)}"
-        accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch, over=over, along=along))
+        accepted = self._ask(messages.SetPrompt(self._name, text, request, switch, over=over, along=along))
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
@@ -201,7 +204,7 @@ class StreamSession:
         Raises:
             RequestError: a number that the model does not have, which the error names.
         """
-        self._ask(messages.SetSteps(_NAME, number, f"steps {next(self._numbers)}"))
+        self._ask(messages.SetSteps(self._name, number, f"steps {next(self._numbers)}"))
 
     def control(self, **values: float) -> None:
         """Hold controls, by name (`controls`): an axis from -1 to 1, a button 0 or 1; 0 lets it go, others stay as they
@@ -211,7 +214,7 @@ class StreamSession:
         Raises:
             RequestError: a control that the model does not have, or a value that it cannot take.
         """
-        self._ask(messages.SetControls(_NAME, values, f"control {next(self._numbers)}"))
+        self._ask(messages.SetControls(self._name, values, f"control {next(self._numbers)}"))
 
     def timeline(self, changes: Sequence[Mapping[str, Any] | TimedChange], *, fps: float | None = None) -> None:
         """Let changes come by themselves: a list of `{"at": chunk, ...}` or `{"seconds": s, ...}` (docs/replay.md),
@@ -223,16 +226,39 @@ class StreamSession:
         """
         request = f"timeline {next(self._numbers)}"
         placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
-        self._ask(messages.SetTimeline(_NAME, placed_changes, request, None if self._made else 0))
+        self._ask(messages.SetTimeline(self._name, placed_changes, request, None if self._made else 0))
 
     def log(self) -> bytes:
         """What has steered the stream since it began or was reset, as a file of JSON lines, which `streamdiff generate
         --replay` plays again; see docs/replay.md."""
         with self._lock:
             self._check_open()
-            (saved,) = self._engine.handle(messages.GetLog(_NAME))
+            self._catch_up()
+            (saved,) = self._engine.handle(messages.GetLog(self._name))
         assert isinstance(saved, messages.Saved), "it is open"
         return bytes(saved.data)
+
+    def rewind(self, chunk: int) -> None:
+        """Go back to before a chunk, from 0 on, of those that are kept (`rewind_mb` of `streamdiff.open`): from there
+        on chunks are, under the same changes, those of the first time, to the bit. What is held stays held, a timeline
+        ends, frames not taken yet are dropped. Chunks after the snapshot before it are made again meanwhile.
+
+        Raises:
+            RequestError: nothing of it is kept, or video feeds it; says which chunks it can be.
+        """
+        self._ask(messages.Rewind(self._name, chunk, request=f"rewind {next(self._numbers)}"))
+
+    def branch(self, chunk: int) -> StreamSession:
+        """Another stream, which goes on from before a chunk as `rewind` would; this one goes on too. Both have the same
+        model, and take turns; that is freed when both are closed. Raises RequestError as `rewind`."""
+        other = copy(self)
+        other._clear(f"stream {next(self._numbers)}")
+        try:
+            other._ask(messages.Open(other._name, "", source=self._name, chunk=chunk))
+        except BaseException:
+            del self._streams[other._name]
+            raise
+        return other
 
     def reset(self, seed: int | None = None, *, image: Image | EllipsisType | None = ..., fit: str = "cover") -> None:
         """Restart from the latest prompt, with `seed` or the present one; from the picture `image`, with None from
@@ -243,7 +269,7 @@ class StreamSession:
         """
         begin = None if image is ... else self._fitted(image, fit)
         request = f"reset {next(self._numbers)}"
-        self._ask(messages.Reset(_NAME, seed, request, begin, no_image=image is None))
+        self._ask(messages.Reset(self._name, seed, request, begin, no_image=image is None))
 
     def video(self, strength: float | None = messages.DEFAULT_STRENGTH) -> None:
         """Let the next chunks start from the video that `feed` brings, with noise of level `strength` mixed in: near 0
@@ -257,7 +283,7 @@ class StreamSession:
             RequestError: a strength out of range, or a model that encodes no video.
         """
         self._video_fault = ""
-        self._ask(messages.SetInput(_NAME, strength, f"video {next(self._numbers)}"))
+        self._ask(messages.SetInput(self._name, strength, f"video {next(self._numbers)}"))
         self._takes_video = strength is not None
 
     def feed(self, frames: Frame, fit: str = "cover") -> None:
@@ -275,15 +301,15 @@ class StreamSession:
         each = [frames] if np.ndim(frames) < 4 else frames
         fitted = [fit_picture(frame, self.width, self.height, fit) for frame in each]
         if fitted:
-            self._tell(messages.InputFrames(_NAME, np.stack(fitted)))
+            self._tell(messages.InputFrames(self._name, np.stack(fitted)))
 
     def pause(self) -> None:
         """Make no more chunks; one that is begun is finished after `resume`."""
-        self._tell(messages.SetPaused(_NAME, True))
+        self._tell(messages.SetPaused(self._name, True))
 
     def resume(self) -> None:
         """Continue making chunks after a pause."""
-        self._tell(messages.SetPaused(_NAME, False))
+        self._tell(messages.SetPaused(self._name, False))
 
     def save(self, path: str | Path) -> None:
         """Write the stream's state to a file, from which `streamdiff.load` continues with the next frame to be taken.
@@ -291,7 +317,7 @@ class StreamSession:
         check_parent(Path(path))
         with self._lock:
             self._check_open()
-            events = self._engine.handle(messages.Save(_NAME))
+            events = self._engine.handle(messages.Save(self._name))
             while not (answers := [each for each in events if isinstance(each, messages.Saved | messages.Refused)]):
                 self._take(events)
                 events = self._engine.step(_STEP_WAIT_S)
@@ -316,10 +342,10 @@ class StreamSession:
         # A server's snapshot has none of the frames that were made and not shown.
         pictures, made = Snapshot.from_bytes(data).pictures, read_saved_session(data).made_frames
         shown = made - len(pictures)
-        self._ask(messages.Open(_NAME, "", snapshot=data, made_frames=made, shown_frames=shown))
+        self._ask(messages.Open(self._name, "", snapshot=data, made_frames=made, shown_frames=shown))
         self._frames.extend(pictures)
         self._made = made
-        self._tell(messages.SetPaused(_NAME, False))
+        self._tell(messages.SetPaused(self._name, False))
 
     def close(self) -> None:
         """End the stream and free the model. May be called again."""
@@ -328,8 +354,10 @@ class StreamSession:
                 return
             self._closed = True
             self._frames.clear()
-            self._engine.handle(messages.Close(_NAME))
-            self._engine.close()
+            self._take(self._engine.handle(messages.Close(self._name)))
+            del self._streams[self._name]
+            if not self._streams:
+                self._engine.close()
 
     def __enter__(self) -> StreamSession:
         return self
@@ -354,6 +382,7 @@ class StreamSession:
             with self._lock:
                 self._check_open()
                 self._take(self._engine.settle())
+                self._catch_up()
                 event = self._answers.pop(getattr(command, "request", ""), None)
                 waited_for = self._engine.encodings()
             if isinstance(event, messages.Refused):
@@ -363,22 +392,35 @@ class StreamSession:
             assert waited_for, f"{command} was not answered"
             futures.wait(waited_for, _STEP_WAIT_S, futures.FIRST_COMPLETED)
 
+    def _catch_up(self) -> None:
+        """Make the chunks again that nobody sees, after a rewind. Mutates: self, whose lock is held."""
+        while self._engine.catches_up(self._name):
+            self._take(self._engine.step(_STEP_WAIT_S))
+
     def _take(self, events: Sequence[messages.Event]) -> None:
-        """Apply events of the engine: frames, answers, failures. Mutates: self, whose lock is held."""
+        """Apply events of the engine, also those of other streams. Mutates: all, whose lock is held."""
         for event in events:
-            if isinstance(event, messages.FrameBatch):
-                self._frames.extend(event.pictures)
-                self._made = event.first + len(event.pictures)
-            elif isinstance(event, messages.Closed):
-                self._failure, self._is_open = event.reason, False
-            elif isinstance(event, messages.InputUsed):
-                self._video_fault = event.fault
-            elif isinstance(event, messages.Opened):
-                self._answers[""], self._failure, self._is_open = event, "", True
-                self.text, self.notice, self._switch = event.text, event.notice, event.switches[0]
-            elif isinstance(event, messages.Accepted | messages.Refused):
+            if isinstance(event, messages.StreamEvent) and event.session in self._streams:
+                self._streams[event.session]._apply(event)
+
+    def _apply(self, event: messages.StreamEvent) -> None:
+        """Apply an event: frames, answers, failures. Mutates: self."""
+        if isinstance(event, messages.FrameBatch):
+            self._frames.extend(event.pictures)
+            self._made = event.first + len(event.pictures)
+        elif isinstance(event, messages.Closed):
+            self._failure, self._is_open = event.reason, False
+        elif isinstance(event, messages.InputUsed):
+            self._video_fault = event.fault
+        elif isinstance(event, messages.Opened):
+            self._answers[""], self._failure, self._is_open = event, "", True
+            self.text, self.notice, self._switch = event.text, event.notice, event.switches[0]
+        elif isinstance(event, messages.Accepted | messages.Refused):
+            if event.request or isinstance(event, messages.Refused):
                 self._answers[event.request] = event
-                if isinstance(event, messages.Accepted) and event.request.startswith("reset"):
+            if isinstance(event, messages.Accepted):
+                self.text = event.text or self.text
+                if event.request.startswith(("reset", "rewind")):
                     self._frames.clear()
 
     def _check_open(self) -> None:
@@ -420,7 +462,7 @@ def model_config(options: Mapping[str, object]) -> ModelConfig:
 
 
 def open(
-    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", **options: Any
+    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", rewind_mb: int = 0, **options: Any
 ) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
@@ -430,6 +472,7 @@ def open(
             first chunk that is not begun: which one that is depends on how fast chunks are made and decoded.
         image: the picture that the stream begins with and continues from: a file, its bytes, or an array.
         fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
+        rewind_mb: MB of memory for snapshots that `rewind` and `branch` need, of each two seconds of the stream.
         options: what runs, and where: `model`, as --model of the command line, and the other settings of the section
             `model` by their names (docs/settings.md): `weights`, `steps`, `device`, `stages`, ...
 
@@ -437,7 +480,8 @@ def open(
         ConfigError: an option that cannot be used, or an unknown model.
         RequestError: a prompt, seed or picture that cannot be used.
     """
-    return StreamSession(load_model(model_config(options)), prompt, seed=seed, image=image, fit=fit)
+    model = load_model(model_config(options))
+    return StreamSession(model, prompt, seed=seed, image=image, fit=fit, rewind_mb=rewind_mb)
 
 
 def load(path: str | Path, **options: Any) -> StreamSession:

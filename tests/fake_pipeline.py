@@ -13,7 +13,7 @@ from typing import Any
 
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo, control_values
 from streamdiff.engine.messages import Pictures
-from streamdiff.errors import RequestError
+from streamdiff.errors import ConfigError, RequestError
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 
 
@@ -29,6 +29,7 @@ class FakeStream:
     kv_context: str
     start: Pictures | None = None
     video: list[tuple[int, ...]] = field(default_factory=list)
+    background: bool = False
     chunk: int = 0
     wait_at: int | None = None
     credit: int = 0
@@ -91,7 +92,7 @@ class FakePipeline:
     ) -> None:
         assert session not in self.streams
         self._check_steps(steps)
-        self.streams[session] = FakeStream(conditioning, seed, epoch, steps, kv_context, start, video or [])
+        self.streams[session] = FakeStream(conditioning, seed, epoch, steps, kv_context, start, video or [], background)
         self.calls.append(("open", session, conditioning, steps, kv_context))
 
     def image_features(self, picture: Pictures) -> None:
@@ -122,13 +123,14 @@ class FakePipeline:
     def facts(self) -> dict[str, Any]:
         return {"name": self.info.model, "weights": ["painted"]}
 
-    def check_facts(self, theirs: Mapping[str, Any]) -> None:
-        assert theirs == self.facts()
+    def check_facts(self, theirs: Mapping[str, Any] | None) -> None:
+        if theirs not in (None, self.facts()):
+            raise ConfigError("the log is of another hand", field="weights", code="weights")
 
     def blended(self, before: Any, after: Any, share: float, along: str) -> Any:
         return tuple(round((1 - share) * one + share * other) for one, other in zip(before, after, strict=True))
 
-    def set_controls(self, session: int, values: Mapping[str, float]) -> int:
+    def set_controls(self, session: int, values: Mapping[str, float], pressed: bool = True) -> int:
         control_values(self.info.controls, values)
         stream = self.streams[session]
         stream.held |= values
@@ -216,6 +218,8 @@ class FakePipeline:
 
     def check_input(self, strength: float | None) -> None:
         raise RequestError("input", f"{self.info.model} takes no video; steer it by its prompt alone")
+
+    def let_go(self, session: int) -> None: ...
 
     def is_away(self, session: int) -> bool:
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +52,17 @@ class LogHeader:
 _HEADER, _CHANGE = TypeAdapter(LogHeader), TypeAdapter(TimedChange)
 
 
+@dataclass(frozen=True)
+class LogPlace:
+    """Where a stream was, whose next chunk was `chunk`: its log had `size` bytes of changes, `frames` were made, and
+    chunks before had `held` these controls."""
+
+    chunk: int
+    size: int
+    frames: int
+    held: dict[str, float]
+
+
 class ChangeLog:
     """What steers one stream, from its beginning on. Memory: that of `MAX_LOG_BYTES`.
 
@@ -79,12 +90,13 @@ class ChangeLog:
             self._open += _line({"at": chunk, **change})
             self._limit(chunk)
 
-    def hold(self, chunk: int, values: Mapping[str, float]) -> None:
-        """Note controls that are held from the next chunk on. Mutates: self."""
+    def hold(self, chunk: int, values: Mapping[str, float], pressed: bool = True) -> None:
+        """Note controls that are held from the next chunk on; not `pressed`: as in `HeldControls.set`. Mutates:
+        self."""
         self._advance(chunk)
         for name, value in values.items():
             self.held[name] = short = float(str(np.float32(value)))
-            if short:
+            if short and pressed:
                 self._pressed[name] = short
 
     def begin_with(self, chunk: int, other: ChangeLog, next_chunk: int) -> None:
@@ -98,6 +110,30 @@ class ChangeLog:
         """What comes from this chunk on cannot be played again. Mutates: self."""
         self._advance(chunk)
         self._end = self._end or (chunk, self.frames, why)
+
+    @property
+    def cut_at(self) -> int | None:
+        """The chunk from which on it has nothing; None: it goes on."""
+        return None if self._end is None else self._end[0]
+
+    def place(self, chunk: int) -> LogPlace:
+        """The present place, of a stream whose next chunk is `chunk`. Mutates: self."""
+        self._advance(chunk)
+        return LogPlace(chunk, len(self._lines) + len(self._open), self.frames, dict(self._before))
+
+    def back(self, place: LogPlace, until: int) -> tuple[ChangeLog, tuple[TimedChange, ...]]:
+        """The log as it was at a place of it, and what it has of the chunks from there to `until`, exclusive. The first
+        of these changes holds all controls that are held, as a snapshot has none of them."""
+        data, log = bytes(self._lines + self._latest()), ChangeLog(self.fault, **self._begin)
+        log.frames, log.held, log._before, log._chunk = place.frames, dict(place.held), dict(place.held), place.chunk
+        log._lines += data[: place.size]
+        changes = [_CHANGE.validate_json(line) for line in data[place.size :].splitlines()]
+        changes = [each for each in changes if (each.at or 0) < until]
+        own = (each for each in changes if each.at == place.chunk and (each.controls or each.taps))
+        first = next(own, TimedChange(at=place.chunk))
+        whole = replace(first, controls=place.held | first.controls)
+        others = [each for each in changes if each is not first]
+        return log, (whole, *others) if place.chunk < until else ()
 
     def content(self, model: Mapping[str, Any], chunk: int) -> bytes:
         """The file, with the facts of the model, of a stream whose next chunk is `chunk`."""
@@ -148,37 +184,41 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """A log's file.
-
-    Raises:
-        ConfigError: it cannot be read, is too large or no whole log, is of another format, or of a stream that cannot
-            be played again.
-    """
+    """A log's file. Raises ConfigError as `parse_log`, or where it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the log {path} cannot be read: {error.strerror}", field="replay", code="log") from None
+    return parse_log(data, str(path))
+
+
+def parse_log(data: bytes, name: str) -> Log:
+    """The log in a file's content; errors call it `name`.
+
+    Raises:
+        ConfigError: it is too large or no whole log, is of another format, or of a stream that cannot be played again.
+    """
     if len(data) > _MAX_FILE_BYTES:
-        why = f"the log {path} is larger than {_MAX_FILE_BYTES:,} bytes; no session's log is"
+        why = f"the log {name} is larger than {_MAX_FILE_BYTES:,} bytes; no session's log is"
         raise ConfigError(why, field="replay", code="log")
     first, *lines = data.removesuffix(b"\n").split(b"\n")
-    header: LogHeader = _parsed(_HEADER, first, f"{path}:1")
-    for wrong, name, why in (
+    header: LogHeader = _parsed(_HEADER, first, f"{name}:1")
+    for wrong, field, why in (
         ((header.kind, header.format) != (KIND, FORMAT), "format", f"this version plays format {FORMAT} of {KIND!r}"),
         (header.fault, "fault", f"it cannot be played again: {header.fault[:200]}"),
         (not header.frames, "frames", "no frame was made"),
         (header.changes != len(lines), "changes", f"it has {len(lines)} changes of {header.changes}; get it again"),
     ):
         if wrong:
-            raise ConfigError(f"the log {path}: {why}", field=name, code=name)
-    changes = tuple(_parsed(_CHANGE, line, f"{path}:{number}") for number, line in enumerate(lines, 2))
+            raise ConfigError(f"the log {name}: {why}", field=field, code=field)
+    changes = tuple(_parsed(_CHANGE, line, f"{name}:{number}") for number, line in enumerate(lines, 2))
     try:
         if placed(checked(changes), 1.0) != changes:
             raise RequestError("at", "changes are in the order of their chunks, and have no `seconds`")
         return Log(header, changes)
     except RequestError as error:
-        raise _damaged(str(path), error.field, str(error)) from None
+        raise _damaged(name, error.field, str(error)) from None
 
 
 def _parsed(kind: TypeAdapter[Any], line: bytes, where: str) -> Any:

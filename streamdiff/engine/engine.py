@@ -14,29 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames, control_values
 from streamdiff.engine import messages, validation
-from streamdiff.engine.change_log import LogHeader
-from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
+from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, Rewind, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
-from streamdiff.engine.resting import SaveAndSwapQueue
+from streamdiff.engine.resting import KeptSnapshot, SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.timeline import TimedChange
-from streamdiff.errors import ConfigError, EngineFailure, RequestError
+from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.models.spec import ParsedPrompt
 from streamdiff.snapshot_header import read_saved_session, saved_stream
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
-_UNANSWERED = messages.Shown | messages.SetMaxAhead | messages.SetActive | InputFrames
+_AT_ONCE = messages.Shown | messages.SetMaxAhead | messages.SetActive
+_UNANSWERED = _AT_ONCE | InputFrames
 
 
 class Engine:
     """Sessions by name, each in a slot of a pipeline: commands in, events out."""
 
-    def __init__(self, pipeline: StreamingPipeline, max_ahead_frames: int) -> None:
+    def __init__(self, pipeline: StreamingPipeline, max_ahead_frames: int, keep_bytes: int = 0) -> None:
         """Args:
         pipeline: its `info` says steps and KV context of a session that does not name its own.
         max_ahead_frames: frames made beyond those shown, at most, per session; more where the pipeline needs it.
+        keep_bytes: of host memory for snapshots that sessions can be rewound to; 0: none.
         """
         self._pipeline = pipeline
         self._max_ahead_frames = max_ahead_frames
@@ -45,7 +46,7 @@ class Engine:
         # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
         self._prompt_queue = PromptQueue(pipeline)
-        self._resting = SaveAndSwapQueue(pipeline, self._in_slot)
+        self._resting = SaveAndSwapQueue(pipeline, self._in_slot, keep_bytes)
         pipeline.on_fault = self._note_failure
 
     def ready(self) -> messages.Ready:
@@ -97,7 +98,7 @@ class Engine:
                 futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
             events += self.settle()
         events += self._apply_changes()  # before a session that came back for them is swapped out again
-        events += self._resting.advance()
+        events += self._resting.advance() + self._resting.kept.news(self._sessions.values())
         self._pipeline.attend()
         return events
 
@@ -111,12 +112,15 @@ class Engine:
         """Give the pipeline the prompts, steps and inputs that were accepted, and those of timelines. Mutates: the
         sessions."""
         events: list[Event] = []
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if self._is_due(session):
                 try:
                     events += session.apply_changes()
                 except validation.SESSION_ERRORS as error:
                     self._note_failure(session.slot, error)
+            if session.later and session.catch_up is None:
+                later, session.later = session.later, []
+                events += [event for pending in later for event in self._answer(pending)]
         return events
 
     def _is_due(self, session: Session) -> bool:
@@ -182,14 +186,24 @@ class Engine:
         self._check_unused(command.session)
         if command.snapshot is not None:
             reading = self._read_beside_snapshot(command, command.snapshot)
+        elif command.source:
+            reading = ParsedPrompt("")
+            self._source(command)
         else:
+            try:
+                self._pipeline.resting.check_facts(command.facts)
+            except ConfigError as error:
+                raise RequestError("log", str(error), error.code) from error
             reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
             self._min_ahead_frames(*self._choice(command))
         return self._wait(PendingRequest(command, reading.text, reading.notice))
 
     def _open_now(self, command: Open, pending: PendingRequest) -> list[Event]:
         """Open a session whose parts are encoded."""
-        events = self._begin(command, pending) if command.snapshot is None else self._resume(command, pending)
+        if command.snapshot is None and not command.source:
+            events = self._begin(command, pending)
+        else:
+            events = self._resume(command, pending, self._source(command) if command.source else None)
         if not command.active:
             slot = self._sessions[command.session].slot
             self._resting.set_active(slot, messages.SetActive(command.session, False))
@@ -222,6 +236,12 @@ class Engine:
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
         session.begins()
+        try:
+            changes = tuple(self._read_changes(session, command.changes, as_read=True))
+        except RequestError:
+            self._close(session.name)
+            raise
+        session.set_timeline(changes, 0, self._prompt_queue.encode_ahead, "")
         return session.open(pending.notice, possible_switches(self._pipeline, slot))
 
     def _choice(self, command: Open) -> tuple[int, str]:
@@ -249,11 +269,16 @@ class Engine:
             validation.check_begin(command, self._pipeline.info)
             pending = PendingRequest(command, self._text_to_encode(session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        waits = opening or isinstance(command, SetPrompt | Reset)
+        waits = opening or isinstance(command, SetPrompt | Reset | Rewind)
         return self._wait(pending) if waits else self._carry_out(pending)
 
     def _carry_out(self, pending: PendingRequest) -> list[Event]:
-        """`_do`, where a session that fails half way is ended."""
+        """`_do`, where a session that fails half way is ended; while it catches up it is done later."""
+        session = self._sessions.get(pending.request.session)
+        if session is not None and session.catch_up is not None and not isinstance(pending.request, _AT_ONCE):
+            if not isinstance(pending.request, InputFrames):  # others follow, and are newer
+                session.later.append(pending)
+            return []
         try:
             return self._do(pending)
         except (RequestError, EngineFailure):
@@ -271,7 +296,7 @@ class Engine:
         if session is None:
             return []
         slot = session.slot
-        if isinstance(request, Reset) or (isinstance(request, SetPrompt) and request.switch == "reset"):
+        if isinstance(request, Reset | Rewind) or (isinstance(request, SetPrompt) and request.switch == "reset"):
             self._resting.swap_in(slot)
         match request:
             case messages.SetActive():
@@ -290,7 +315,7 @@ class Engine:
             case messages.SetControls():
                 return session.set_controls(request.values, request.request)
             case messages.SetTimeline():
-                changes = tuple(self._read_changes(session, request))
+                changes = tuple(self._read_changes(session, request.changes))
                 return session.set_timeline(changes, request.begin, self._prompt_queue.encode_ahead, request.request)
             case messages.GetLog():
                 data = session.log.content(self._pipeline.resting.facts(), self._pipeline.next_chunk(slot))
@@ -308,25 +333,29 @@ class Engine:
                     if pending.made.image_features is not None:
                         session.embeddings = pending.made.image_features
                 return session.reset(request.seed, request.request)
+            case Rewind():
+                return self._rewind(session, request)
             case messages.SetMaxAhead():
                 session.set_max_ahead(request.frames)
             case messages.Shown():
                 session.shown(request.frames)
         return []
 
-    def _read_changes(self, session: Session, command: messages.SetTimeline) -> Iterator[TimedChange]:
-        """The changes of a timeline, with prompts as texts that the model is given. Raises RequestError for the first
-        that a client could not ask for."""
+    def _read_changes(
+        self, session: Session, given: Sequence[TimedChange], as_read: bool = False
+    ) -> Iterator[TimedChange]:
+        """The changes of a timeline, with prompts as texts that the model is given; `as_read`: they are such, as a log
+        has them. Raises RequestError for the first that a client could not ask for."""
         slot, previous, usual = session.slot, session.text or None, ""
-        for change in command.changes:
+        for change in given:
             if change.prompt is not None:
                 usual = usual or next(each for each in possible_switches(self._pipeline, slot) if each != "reset")
                 asked = SetPrompt("", change.prompt, "", change.switch or usual, over=change.over, along=change.along)
                 self._pipeline.check_switch(slot, asked.switch)
                 validation.check_blend(asked)
                 previous = self._read(change.prompt, previous).text  # which some models refuse
-                previous = self._read(change.prompt, None).text if command.as_read else previous
-                if command.as_read and previous != change.prompt:
+                previous = self._read(change.prompt, None).text if as_read else previous
+                if as_read and previous != change.prompt:
                     why = f"the prompt {change.prompt[:60]!r} is read as {previous[:60]!r} by this version"
                     raise RequestError("prompt", why, "model")
                 change = replace(change, prompt=previous, switch=asked.switch)  # type: ignore[arg-type]
@@ -334,10 +363,6 @@ class Engine:
                 self._pipeline.check_steps(slot, change.steps)
             control_values(self._pipeline.info.controls, change.controls | change.taps)
             yield change
-
-    def check_log(self, header: LogHeader) -> None:
-        """Raises ConfigError where the model that is loaded is not that of a log."""
-        self._pipeline.resting.check_facts(header.model)
 
     def _end_failed(self) -> list[Event]:
         """End the sessions that have failed. Mutates: self."""
@@ -390,6 +415,8 @@ class Engine:
         events = session.made(
             epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s, control=made.control
         )
+        if made.last and not self._pipeline.streams[made.session].background:
+            self._resting.keep(session, self._pipeline.next_chunk(made.session))
         video = self._pipeline.video
         if made.last and made.session in video.inputs and (figures := video.input_figures(made.session)) is not None:
             events.append(messages.InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault))
@@ -403,7 +430,7 @@ class Engine:
         events: list[Event] = [messages.Closed(name, reason)]
         if (session := self._sessions.pop(name, None)) is not None:
             del self._in_slot[session.slot]
-            dropped = [*self._resting.forget(session), *dropped]
+            dropped = [*self._resting.forget(session), *(pending.request for pending in session.later), *dropped]
             self._next_epoch[session.slot] = session.epoch + 1
             self._pipeline.close_session(session.slot)
         return [*(validation.closed_before(command) for command in dropped if validation.is_answered(command)), *events]
@@ -414,8 +441,8 @@ class Engine:
         """A session that can be saved now. Raises RequestError."""
         session = self._find(messages.Close(name))
         assert session is not None, "`_find` raises"
-        if name in self._prompt_queue:
-            why = f"a prompt of session {name!r} is being encoded; save it when it is accepted"
+        if name in self._prompt_queue or session.catch_up is not None:
+            why = f"a prompt of session {name!r} is being encoded, or it is being rewound; save it when that is done"
             raise RequestError("session", why, "encoding")
         return session
 
@@ -438,15 +465,51 @@ class Engine:
             return reading if reading.text else ParsedPrompt(saved.text)
         return ParsedPrompt("", reading.notice) if reading.text == saved.text else reading
 
-    def _resume(self, command: Open, pending: PendingRequest) -> list[Event]:
-        """Open a session that continues from a snapshot, with what has been changed since."""
-        assert command.snapshot is not None
+    def catches_up(self, name: str) -> bool:
+        """Whether a session makes chunks again that nobody sees."""
+        return name in self._sessions and self._sessions[name].catch_up is not None
+
+    def _source(self, command: Open) -> tuple[Session, KeptSnapshot]:
+        """The session that a new one branches off from, and from where. Raises RequestError."""
+        source = self._find(messages.Close(command.source))
+        assert source is not None, "`_find` raises"
+        if source.fed or source.catch_up is not None:
+            why = f"session {source.name!r} is fed with video, or is being rewound; ask again when that has ended"
+            raise RequestError("session", why, "fed")
+        return source, self._resting.kept.find(source, command.chunk, self._pipeline.next_chunk(source.slot))
+
+    def _rewind(self, session: Session, command: Rewind) -> list[Event]:
+        """A session goes on from an earlier chunk. Raises RequestError: it cannot, and goes on as it did."""
+        made = session.made_frames
+        opening = Open(
+            session.name, "", steps=command.steps, max_ahead_frames=session.max_ahead_frames, epoch=session.epoch + 1,
+            made_frames=made, shown_frames=made, source=session.name, chunk=command.chunk,
+        )  # fmt: skip
+        branch = self._source(opening)
+        events: list[Event] = [validation.closed_before(save) for save in self._resting.drop_saves(session)]
+        self._pipeline.close_session(session.slot)
         try:
-            snapshot = self._pipeline.resting.read_snapshot(command.snapshot)
+            events += self._resume(opening, PendingRequest(opening), branch, slot=session.slot)
+        except RequestError as error:
+            raise StreamdiffError(f"it could not be rewound: {error}") from error
+        self._resting.kept.rewound(session, command.chunk)
+        return [*events, self._sessions[session.name].begins_at(command.request)]
+
+    def _resume(
+        self, command: Open, pending: PendingRequest, branch: tuple[Session, KeptSnapshot] | None = None,
+        slot: int | None = None,
+    ) -> list[Event]:  # fmt: skip
+        """Open a session that continues from a snapshot, with what has been changed since; or that is a `branch` of
+        another one from where it was kept, or instead of that, in its `slot`, which the pipeline has closed."""
+        data = command.snapshot if branch is None else branch[1].data
+        assert data is not None, "one of both is given"
+        try:
+            snapshot = self._pipeline.resting.read_snapshot(data)
             saved = saved_stream(snapshot)
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
-        slot, start, embeddings = self._free_slot(), *map(snapshot.tensors.get, ("start", "prompt_embeds"))
+        again, slot = slot is not None, self._free_slot() if slot is None else slot
+        start, embeddings = map(snapshot.tensors.get, ("start", "prompt_embeds"))
         if not saved.text and embeddings is None:
             raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
         session = Session(
@@ -455,16 +518,27 @@ class Engine:
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(saved.steps, saved.kv_context),
             start=start if pending.made.start is None else pending.made.start, embeddings=embeddings,
-            image=validation.digest_of(command.image), steps=saved.steps,
+            image=validation.digest_of(command.image) if branch is None else branch[0].image, steps=saved.steps,
+            encoded=None if branch is None else branch[0].encoded,
             origin="" if snapshot.tensors.get("video") is None else "it began with latents of a video",
         )  # fmt: skip
         frames = self._resting.retry_after_swap_out(lambda: self._pipeline.resting.load(slot, snapshot))
-        session.resume_at(saved, *self._pipeline.resting.progress(slot))
+        chunk, oldest, latest, paused = self._pipeline.resting.progress(slot)
+        if branch is not None:
+            saved = replace(saved, made_frames=command.made_frames, shown_frames=command.shown_frames)
+        session.resume_at(saved, chunk, oldest, latest, paused)
         self._sessions[session.name] = self._in_slot[slot] = session
         events = [event for each in frames for event in self._number(each)]
+        switches = possible_switches(self._pipeline, slot)
+        if branch is not None:
+            session.renumber(command.epoch + session.epoch - oldest, command.made_frames, command.shown_frames)
+            encode, place = self._prompt_queue.encode_ahead, branch[1].place
+            session.catch_up_with(branch[0], place, command.chunk, again, encode)
+            if command.steps is not None:
+                session.later.append(PendingRequest(messages.SetSteps(session.name, command.steps)))
+            return events if again else events + session.open("", switches)
         new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
-        switches = possible_switches(self._pipeline, slot)
         if new_text:
             session.encoded = pending.text, pending.made.conditioning
             session.set_prompt(pending.text, pending.notice, "", next(each for each in switches if each != "reset"))

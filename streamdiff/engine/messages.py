@@ -6,6 +6,7 @@ Plain frozen dataclasses with JSON-able fields; pictures and snapshots travel be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,12 @@ class Open(StreamCommand):
 
     `prompt_embeds`, `image_latents`, `video_latents` and `strength`: see `features.Features`. A session that has the
     first of them has no prompt, and one that continues from a snapshot has what was saved with it.
+
+    `source`, another session, open here: the stream is a branch of its own, from before chunk `chunk` on, see `Rewind`.
+    It has no prompt, seed and KV context of its own; nothing is held, and frames are numbered from `made_frames`.
+
+    `changes`: of a log, which the stream plays from its first chunk on, with prompts as the model was given them;
+    `facts`: of the model of that (see `RestingStates.facts`).
     """
 
     prompt: str
@@ -74,6 +81,30 @@ class Open(StreamCommand):
     image_latents: Data | None = field(default=None, repr=False)
     video_latents: Data | None = field(default=None, repr=False)
     strength: float = DEFAULT_STRENGTH
+    source: str = ""
+    chunk: int = 0
+    changes: tuple[TimedChange, ...] = ()
+    facts: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", _as_objects(self.changes))
+
+
+def _as_objects(changes: tuple[TimedChange | dict[str, Any], ...]) -> tuple[TimedChange, ...]:
+    """Changes as objects, also those that came as JSON."""
+    return tuple(each if isinstance(each, TimedChange) else TimedChange(**each) for each in changes)
+
+
+@dataclass(frozen=True)
+class Rewind(StreamCommand):
+    """Go back to before chunk `chunk` of the stream, see `Kept`: chunks have the numbers that they had, frame numbers
+    go on. Chunks from there on are, under the same changes, those of the first time. What is held now holds from there
+    on, and `steps` (None: as it was then); a timeline ends, a paused session goes on. Answered by `Accepted` or
+    `Refused`, later by `Applied`; requests that come before the chunk is begun wait for it."""
+
+    chunk: int
+    steps: int | None = None
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,18 +187,15 @@ class SetControls(StreamCommand):
 class SetTimeline(StreamCommand):
     """Play these changes instead of those of a timeline before; none: there is no timeline any more. Chunks count from
     `begin` on, and after a reset from the stream's beginning; None: from the next one that is admitted. Answered by
-    `Accepted` or `Refused`; each prompt that takes effect sends `Accepted` without a request. `as_read`: prompts
-    are texts as the model was given them, as a log has them; else each is read after the one before it."""
+    `Accepted` or `Refused`; each prompt that takes effect sends `Accepted` without a request, and is read after the one
+    before it."""
 
     changes: tuple[TimedChange, ...]
     request: str = ""
     begin: int | None = None
-    as_read: bool = False
 
     def __post_init__(self) -> None:
-        """Changes as objects, also those that came as JSON."""
-        made = (each if isinstance(each, TimedChange) else TimedChange(**each) for each in self.changes)
-        object.__setattr__(self, "changes", tuple(made))
+        object.__setattr__(self, "changes", _as_objects(self.changes))
 
 
 @dataclass(frozen=True)
@@ -261,14 +289,24 @@ class Saved(StreamEvent):
 
 
 @dataclass(frozen=True)
+class Kept(StreamEvent):
+    """Snapshots are kept of the session: it can be rewound to `chunks`, the first of which there is one and those after
+    it; the second number is the latest of which there is one. None: it cannot be."""
+
+    chunks: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class Accepted(StreamEvent):
     """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
-    prompt as the model is given it, empty where the request says nothing of it."""
+    prompt as the model is given it, empty where the request says nothing of it; `begin`: the chunk from which a
+    timeline counts."""
 
     request: str
     epoch: int
     text: str
     notice: str = ""
+    begin: int = 0
 
 
 @dataclass(frozen=True)

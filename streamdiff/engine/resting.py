@@ -1,5 +1,5 @@
-"""Sessions that come to rest: those to save, one after the other, each of which then continues; and those without
-viewers, whose caches leave the device where memory is short.
+"""Sessions that come to rest: those to save, one after the other, each of which then continues, also by themselves, so
+that they can be rewound; and those without viewers, whose caches leave the device where memory is short.
 
 Sans-IO, and without a clock: the web process says which sessions are active (`SetActive`).
 """
@@ -7,11 +7,12 @@ Sans-IO, and without a clock: the web process says which sessions are active (`S
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamdiff.engine.messages import Event, Save, Saved, SetActive, Swapped
+from streamdiff.engine.change_log import LogPlace
+from streamdiff.engine.messages import Data, Event, Kept, Save, Saved, SetActive, Swapped
 from streamdiff.engine.session import Session
 from streamdiff.engine.validation import refused
 from streamdiff.errors import ConfigError, RequestError
@@ -20,16 +21,87 @@ if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 _T = TypeVar("_T")
+KEEP_S = 2.0
+"""Seconds of a stream from one snapshot that is kept of it to the next."""
+
+
+@dataclass(frozen=True)
+class KeptSnapshot:
+    """What a stream can be rewound to: a place in its log, and a snapshot's file of then."""
+
+    stream: object
+    place: LogPlace
+    data: Data = field(repr=False)
+
+
+class KeptSnapshots:
+    """The kept snapshots of all sessions, of at most `limit` bytes: the oldest go first. One of a stream is taken every
+    `chunks` chunks."""
+
+    def __init__(self, limit: int, chunks: int) -> None:
+        self._limit, self._chunks = limit, chunks
+        self._kept: list[KeptSnapshot] = []
+        self._too_large: object = None  # the latest stream of which one alone is above the limit
+        self._told: dict[str, tuple[int, int] | None] = {}
+
+    def is_due(self, session: Session, chunk: int) -> bool:
+        """Whether one is to be taken of a session whose next chunk this is."""
+        _, latest = self._chunks_of(session) or (0, 0)
+        return self._limit > 0 and chunk >= latest + self._chunks and session.stream is not self._too_large
+
+    def add(self, kept: KeptSnapshot) -> None:
+        """Keep one more. Mutates: self."""
+        if len(kept.data) > self._limit:
+            self._too_large = kept.stream
+            return
+        self._kept.append(kept)
+        while sum(len(each.data) for each in self._kept) > self._limit:
+            del self._kept[0]
+
+    def find(self, session: Session, chunk: int, next_chunk: int) -> KeptSnapshot:
+        """The one from which a session, whose next chunk is `next_chunk`, gets to `chunk` soonest. Raises
+        RequestError: there is none."""
+        most = next_chunk if session.log.cut_at is None else min(next_chunk, session.log.cut_at)
+        before = [each for each in self._of(session) if each.place.chunk <= chunk <= most]
+        if before:
+            return before[-1]
+        kept = self._chunks_of(session)
+        can = "nothing of it is kept (serve.rewind_mb)" if kept is None else f"it can be {kept[0]} to {most}"
+        raise RequestError("chunk", f"chunk is {chunk}; {can}", "chunk")
+
+    def rewound(self, session: Session, chunk: int) -> None:
+        """Its chunks from this one on are made anew. Mutates: self."""
+        self._kept = [each for each in self._kept if each.stream is not session.stream or each.place.chunk <= chunk]
+
+    def news(self, sessions: Collection[Session]) -> list[Event]:
+        """What has become of what was kept of the open sessions since the last call. Mutates: self."""
+        if not self._limit:
+            return []
+        streams = {id(each.stream) for each in sessions}
+        self._kept = [each for each in self._kept if id(each.stream) in streams]
+        told, self._told = self._told, {each.name: self._chunks_of(each) for each in sessions}
+        return [Kept(name, chunks) for name, chunks in self._told.items() if chunks != told.get(name)]
+
+    def _of(self, session: Session) -> list[KeptSnapshot]:
+        return [each for each in self._kept if each.stream is session.stream]
+
+    def _chunks_of(self, session: Session) -> tuple[int, int] | None:
+        kept = self._of(session)
+        return (kept[0].place.chunk, kept[-1].place.chunk) if kept else None
 
 
 class SaveAndSwapQueue:
     """What an engine saves, and swaps, of the sessions of its pipeline."""
 
-    def __init__(self, pipeline: StreamingPipeline, in_slot: Mapping[int, Session]) -> None:
+    def __init__(self, pipeline: StreamingPipeline, in_slot: Mapping[int, Session], keep_bytes: int = 0) -> None:
+        """`keep_bytes` of snapshots are kept, at most."""
         self._ring, self._in_slot = pipeline.resting, in_slot
-        self.saves: deque[tuple[Save, Session]] = deque()
-        """Those to save; the first is under way."""
+        info = pipeline.info
+        self.kept = KeptSnapshots(keep_bytes, max(1, round(KEEP_S * info.native_fps / info.chunk_frames)))
+        self.saves: deque[tuple[Save | None, Session]] = deque()
+        """Those to save, without a command: to be kept; the first is under way."""
         self._ticket: int | None = None  # of the first one, when it is copied
+        self._place: tuple[object, LogPlace] | None = None  # where that one is, of which stream
         self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
         self._called: dict[int, None] = {}  # those that are to come back, longest first
         self._locations: dict[int, str] = {}  # as they were told last; of those that are not on the device
@@ -48,11 +120,21 @@ class SaveAndSwapQueue:
         """The session has ended; returns the commands to save it that are not answered. Mutates: self."""
         for each in (self._idle, self._called, self._locations):
             each.pop(session.slot, None)
-        own = [command for command, whose in self.saves if whose is session]
-        if own and own[0] is self.saves[0][0]:
+        return self.drop_saves(session)
+
+    def drop_saves(self, session: Session) -> list[Save]:
+        """A session is not to be saved as it is now; returns the commands to save it. Mutates: self."""
+        if self.saves and self.saves[0][1] is session:
             self._ticket = None
+        own = [command for command, whose in self.saves if whose is session and command is not None]
         self.saves = deque(each for each in self.saves if each[1] is not session)
         return own
+
+    def keep(self, session: Session, next_chunk: int) -> None:
+        """A chunk of a session was made: have a snapshot of it kept, if it is time. Mutates: self."""
+        is_saved = any(whose is session for _, whose in self.saves)
+        if self.kept.is_due(session, next_chunk) and session.settled and not is_saved:
+            self.saves.append((None, session))
 
     # ---- swapping -----------------------------------------------------------------------------------------------
 
@@ -117,25 +199,34 @@ class SaveAndSwapQueue:
         for ticket, made in self._ring.take_done():
             if ticket == self._ticket:  # else its session has ended meanwhile
                 self._ticket = None
-                events.append(self._answer(made))
+                events += self._answer(made)
         if self.saves and self._ticket is None:
-            session = self.saves[0][1]
-            if session.changes and self._ring.is_away(session.slot):
+            command, session = self.saves[0]
+            is_away = self._ring.is_away(session.slot)
+            if command is None and (is_away or not session.settled):
+                self.saves.popleft()  # a later one will do
+                self._ring.let_go(session.slot)
+            elif session.changes and is_away:
                 self._called[session.slot] = None  # its stages have none of them
             elif self._ring.comes_to_rest(session.slot):
+                self._place = session.stream, session.place()
                 try:
                     self._ticket = self._ring.save(session.slot, _file_of(session))
                 except ConfigError as error:
-                    events.append(self._answer(error))
+                    events += self._answer(error)
         return events
 
-    def _answer(self, made: Any) -> Event:
-        """The answer to the first command: a snapshot file's content, or the ConfigError that prevented it. Mutates:
-        self."""
+    def _answer(self, made: Any) -> list[Event]:
+        """The answer to the first command: a snapshot file's content, or the ConfigError that prevented it; what has
+        no command is kept. Mutates: self."""
         command, _ = self.saves.popleft()
+        if command is None:
+            if not isinstance(made, ConfigError) and self._place is not None:
+                self.kept.add(KeptSnapshot(*self._place, made))
+            return []
         if isinstance(made, ConfigError):
-            return refused(command, RequestError("session", str(made)))
-        return Saved(command.session, command.request, made)
+            return [refused(command, RequestError("session", str(made)))]
+        return [Saved(command.session, command.request, made)]
 
 
 def _file_of(session: Session) -> Callable[[Any], bytes]:

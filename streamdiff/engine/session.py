@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import PROMPT_POLICIES
-from streamdiff.engine.change_log import ChangeLog
+from streamdiff.engine.change_log import ChangeLog, LogPlace
 from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened, Pictures
 from streamdiff.engine.timeline import TimedChange, Timeline
 from streamdiff.errors import RequestError
@@ -93,17 +93,27 @@ class Session:
     _blend: Blend | None = field(default=None, init=False)
     _given: Any = field(default=None, init=False)
     """The conditioning that the pipeline was given last; None, in a resumed session: that of the text."""
+    stream: object = field(default_factory=object, init=False)
+    """Stands for its stream: a reset begins another, a rewind does not."""
+    catch_up: int | None = field(default=None, init=False)
+    """While chunks are made again that nobody sees: the first that is seen."""
+    later: list[Any] = field(default_factory=list, init=False)
+    """Requests that hold from there on."""
+    _held: dict[str, float] = field(default_factory=dict, init=False)
+    """The controls that do."""
+    _hidden: int = field(default=0, init=False)
+    """Frames of chunks before this one are not seen."""
     _timeline: Timeline | None = field(default=None, init=False)
     _waits_at: int | None = field(default=None, init=False)
     """The chunk that is not admitted before the next change of a blend or the timeline, as the pipeline was told."""
-    _fed: bool = field(default=False, init=False)
+    fed: bool = field(default=False, init=False)
     """Whether it has a live input."""
     _applied_epoch: int = field(init=False)
     _oldest_epoch: int = field(init=False)
     _skip_epoch: int = field(init=False)
     """The last prompt's for which frames that wait are to be skipped."""
     _paused: bool = field(default=False, init=False)
-    _made_frames: int = field(default=0, init=False)
+    made_frames: int = field(default=0, init=False)
     _shown_frames: int = field(default=0, init=False)
     _controlled: bool = field(default=False, init=False)
     """Whether somebody has steered it by controls."""
@@ -125,7 +135,7 @@ class Session:
             chunk_frames = self._pipeline.info.chunk_frames if self.chunk >= 0 else 0
             late_frames = min(max(0, 2 * chunk_frames - self.max_ahead_frames), chunk_frames)
             ahead_frames = self.min_ahead_frames - late_frames
-        return ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
+        return ahead_frames - (0 if self._skips else self.made_frames - self._shown_frames)
 
     @property
     def _skips(self) -> bool:
@@ -143,7 +153,8 @@ class Session:
 
     def begins(self) -> None:
         """Its stream begins with what holds now: so does its log. Mutates: self."""
-        self._given, why = self.conditioning, self.origin or ("video is fed to it" if self._fed else "")
+        self.stream = object()
+        self._given, why = self.conditioning, self.origin or ("video is fed to it" if self.fed else "")
         if (self.embeddings is not None or self.start is not None) and not (self.image and self.text):
             why = "it began with embeddings, or with a picture that is not known"
         self._begin_log(why)
@@ -161,7 +172,7 @@ class Session:
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
         assert not self.changes, "apply_pending comes first"
-        epoch, made, shown = self.epoch - self._epoch_shift, self._made_frames, self._shown_frames
+        epoch, made, shown = self.epoch - self._epoch_shift, self.made_frames, self._shown_frames
         return {
             "text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown,
             "blending": self._blend is not None,
@@ -172,8 +183,48 @@ class Session:
         self.chunk, self._paused = chunk, paused
         self.epoch = max(saved.epoch, epoch)
         self._oldest_epoch = self._skip_epoch = oldest_epoch
-        self._made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
+        self.made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
         self._begin_log(f"it continues from a snapshot that was taken at chunk {chunk + 1}")
+
+    def catch_up_with(
+        self, source: Session, place: LogPlace, chunk: int, again: bool, encode: Callable[[str], Future[Any]]
+    ) -> None:
+        """Go on as `source` did from a place of its log, unseen before `chunk`. `again`: instead of `source`, whose
+        stream it goes on with, and what is held there holds. Mutates: self."""
+        self.log, changes = source.log.back(place, chunk)
+        self._timeline = Timeline(changes, 0, encode) if changes else None
+        self.catch_up = self._hidden = chunk
+        if again:
+            self.stream, self._held = source.stream, dict(source.log.held)
+            self._control_requests = dict.fromkeys(source._control_requests, 0)  # the first frame that is seen obeys
+        self.set_paused(False)
+        self._set_frame_credit()
+        self._wait()
+
+    def begins_at(self, request: str) -> Event:
+        """It has been rewound."""
+        return Accepted(self.name, request, self._oldest_epoch, self.text)
+
+    @property
+    def _caught_up(self) -> bool:
+        """Whether the next chunk is the first that is seen."""
+        return self.catch_up is not None and self.catch_up <= self._pipeline.next_chunk(self.slot)
+
+    def _go_on(self) -> None:
+        """What is held now holds from the next chunk on. Mutates: self."""
+        self.catch_up = self._timeline = None
+        if values := {name: self._held.get(name, 0.0) for name in self.log.held | self._held}:
+            self.set_controls(values, "", pressed=False)
+
+    def place(self) -> LogPlace:
+        """Where it is, at rest."""
+        return self.log.place(self._pipeline.next_chunk(self.slot))
+
+    @property
+    def settled(self) -> bool:
+        """Whether a snapshot, and its log from there on, have all that it takes to go on from it."""
+        waits = self.changes or self._blend or self.fed or self.catch_up is not None
+        return not waits and self.log.cut_at is None
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,
@@ -183,8 +234,8 @@ class Session:
         self.epoch += self._epoch_shift
         self._oldest_epoch += self._epoch_shift
         self._applied_epoch = self._oldest_epoch - 1
-        self._made_frames = max(self._made_frames, made_frames)
-        self._shown_frames = self._made_frames - max(0, made_frames - shown_frames)
+        self.made_frames = max(self.made_frames, made_frames)
+        self._shown_frames = self.made_frames - max(0, made_frames - shown_frames)
 
     def set_prompt(
         self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False, over: int = 1,
@@ -218,14 +269,14 @@ class Session:
         self._change("input", strength)
         return [Accepted(self.name, request, self.epoch, "")]
 
-    def set_controls(self, values: Mapping[str, float], request: str) -> list[Event]:
-        """Give the pipeline controls that are held; no epoch begins with them.
+    def set_controls(self, values: Mapping[str, float], request: str, pressed: bool = True) -> list[Event]:
+        """Give the pipeline controls that are held; no epoch begins with them. `pressed` as in `HeldControls.set`.
 
         Raises:
             RequestError: the model has no such control, or it cannot have that value.
         """
-        change = self._pipeline.set_controls(self.slot, values)
-        self.log.hold(self._pipeline.next_chunk(self.slot), values)
+        change = self._pipeline.set_controls(self.slot, values, pressed)
+        self.log.hold(self._pipeline.next_chunk(self.slot), values, pressed)
         if not self._controlled:
             self._controlled = True
             self._set_frame_credit()
@@ -256,7 +307,8 @@ class Session:
     @property
     def due(self) -> bool:
         """Whether `apply_changes` has something to do; until then the pipeline may wait in vain."""
-        return (self.changes or self._due_timeline is not None) and not self._pipeline.reruns(self.slot)
+        changes = self.changes or self._due_timeline is not None or self._caught_up
+        return changes and not self._pipeline.reruns(self.slot)
 
     @property
     def _due_timeline(self) -> Timeline | None:
@@ -273,6 +325,8 @@ class Session:
             StreamdiffError, OSError, RuntimeError, ValueError: a prompt of the timeline could not be encoded.
         """
         events: list[Event] = []
+        if self._caught_up:
+            self._go_on()
         self.apply_pending(in_order=True)
         while not self._pending and not self._pipeline.reruns(self.slot) and (timeline := self._due_timeline):
             if (taken := timeline.take()) is None:
@@ -303,13 +357,15 @@ class Session:
         begin = self._pipeline.next_chunk(self.slot) if begin is None else begin
         self._timeline = Timeline(changes, begin, encode) if changes else None
         self._wait()
-        return [Accepted(self.name, request, self.epoch, "")]
+        return [Accepted(self.name, request, self.epoch, "", begin=begin)]
 
     def _wait(self) -> None:
         """Tell the pipeline which chunk waits for the next change. Mutates: self."""
         chunks = [] if self._blend is None else [self._blend.chunk + 1]
         if self._timeline is not None and self._timeline.chunk is not None:
             chunks.append(self._timeline.chunk)
+        if self.catch_up is not None:
+            chunks.append(self.catch_up)
         if (chunk := min(chunks, default=None)) != self._waits_at:
             self._waits_at = chunk
             self._pipeline.wait_at(self.slot, chunk)
@@ -338,11 +394,12 @@ class Session:
                 self.log.add(chunk, prompt=value.text, switch=value.switch, **how)
                 self._blend_on(epoch)
             elif kind == "steps":
+                if value != self.steps:
+                    self.log.add(chunk, steps=value)
                 self.steps = value
-                self.log.add(chunk, steps=value)
                 self._pipeline.set_steps(self.slot, value, epoch=epoch)
             else:
-                self._fed = value is not None
+                self.fed = value is not None
                 self.log.cut(chunk, "video was fed to it from then on")
                 self._pipeline.set_input(self.slot, value, epoch=epoch)
 
@@ -375,9 +432,11 @@ class Session:
         self.epoch += 1
         self.chunk = -1
         self._oldest_epoch = self.epoch
-        self._shown_frames = self._made_frames
+        self._shown_frames = self.made_frames
         self._pending.pop("prompt", None)
-        self._blend = None
+        self._blend, self._hidden = None, 0
+        if self.catch_up is not None:
+            self._timeline = self.catch_up = None
         self.apply_pending()
         before, next_chunk = self.log, self._pipeline.next_chunk(self.slot)
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
@@ -404,7 +463,7 @@ class Session:
 
     def shown(self, frames: int) -> None:
         """So many frames have been shown in all. Never goes back, and never beyond what was made."""
-        shown_frames = min(max(frames, self._shown_frames), self._made_frames)
+        shown_frames = min(max(frames, self._shown_frames), self.made_frames)
         if shown_frames != self._shown_frames:
             self._shown_frames = shown_frames
             self._set_frame_credit()
@@ -417,6 +476,11 @@ class Session:
         epoch += self._epoch_shift
         if epoch < self._oldest_epoch:
             return []
+        if chunk < self._hidden:
+            self.chunk = chunk
+            self.log.frames += len(pictures)
+            self._set_frame_credit()
+            return []
         assert epoch <= self.epoch, f"frames of epoch {epoch}, but the last one asked for is {self.epoch}"
         same_chunk = chunk == self.chunk and epoch == self._applied_epoch
         next_chunk = chunk == self.chunk + 1 and epoch >= self._applied_epoch
@@ -424,7 +488,7 @@ class Session:
             f"chunk {chunk} of epoch {epoch} came after chunk {self.chunk} of epoch {self._applied_epoch}"
         )
         events: list[Event] = []
-        first = self._made_frames
+        first = self.made_frames
         if epoch > self._applied_epoch:
             skip = self._skips and epoch >= self._skip_epoch
             if skip:
@@ -437,7 +501,7 @@ class Session:
                 del self._control_requests[name]
         self.chunk = chunk
         self.log.frames += len(pictures)
-        self._made_frames += len(pictures)
+        self.made_frames += len(pictures)
         self._set_frame_credit()
         events.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))
         return events

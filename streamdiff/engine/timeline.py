@@ -7,6 +7,7 @@ on when they arrived.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,21 @@ def placed(changes: Sequence[TimedChange], chunk_s: float) -> tuple[TimedChange,
     if at and at[-1].loop and not at[-1].at:
         raise RequestError(f"{len(at) - 1}.loop", f"`loop` is less than a chunk, {chunk_s:g} s, away", "timeline")
     return tuple(sorted(at, key=lambda each: (each.at or 0, each.loop)))
+
+
+def coming(changes: Sequence[TimedChange], begin: int, chunk: int, most: int = 3) -> list[dict[str, Any]]:
+    """What changes after a chunk, at most so many of them, with the chunk at which each comes, JSON-able; chunks of the
+    changes count from `begin` on."""
+    period = (changes[-1].at or 0) if changes and changes[-1].loop else 0
+    begin += max(0, chunk - begin) // period * period if period else 0
+    place = bisect_right(changes, chunk - begin, key=lambda each: each.at or 0)
+    ahead = [(begin, each) for each in changes[place : place + most] if not each.loop]
+    ahead += [(begin + period, each) for each in changes[:most] if period]
+    told = ("prompt", "controls", "taps")
+    return [
+        {"chunk": first + (each.at or 0), **{name: getattr(each, name) for name in told if getattr(each, name)}}
+        for first, each in ahead[:most]
+    ]
 
 
 @dataclass

@@ -47,7 +47,7 @@ def check_open(command: Open, info: ModelInfo) -> None:
     check_together(features, prompt=bool(command.prompt), image=command.image is not None)
     if features.names and command.snapshot is not None:
         raise RequestError(features.names[0], "a session resumed from a snapshot keeps what was saved with it")
-    if info.begins_with_picture and command.image is None and command.snapshot is None:
+    if info.begins_with_picture and command.image is None and command.snapshot is None and not command.source:
         raise RequestError("image", f"{info.model} begins with a picture: give one as image (--image FILE)")
     check_begin(command, info)
 

@@ -20,7 +20,7 @@ from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.encoder import choose
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import Outputs, parse_targets, read_targets
+from streamdiff.server.outputs.output import Output, Outputs, parse_targets, read_targets
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import EngineStatus
@@ -68,7 +68,7 @@ class AppState:
         self.metrics.viewers_limit.set(serve.max_viewers)
         self.metrics.jobs_limit.set(0 if self.jobs is None else job_runner.QUEUE)
         default = partial(self.manager.get, DEFAULT_SESSION)
-        self.outputs.configured = [self.outputs.begin(target, default) for target in targets]
+        self.outputs.configured = [Output(target, default, self.outputs) for target in targets]
 
     async def _session_ends(self, session: LiveSession) -> None:
         """Close a session's viewers, outputs and senders."""
@@ -120,6 +120,15 @@ class AppState:
     def require(self, request: HTTPConnection, needed: Role, session: LiveSession | None = None) -> None:
         """Raises Problem: 401 for a missing or wrong token, 403 for one that is good for less."""
         self._require(request, needed, self.role(request, session))
+
+    def visits(self, request: HTTPConnection, session: LiveSession | None = None) -> bool:
+        """Whether who asks for a session to be opened is a visitor, who may have one. Who steers `session` shows the
+        token of that: it is no worse than none. Raises Problem: 401, 403; 429."""
+        role = self.role(request) if session is None else max(self.role(request), role_of(None, self._tokens))
+        visits = self.config.serve.session_per_visitor and role is not Role.CONTROLLER
+        self._require(request, Role.VIEWER if visits else Role.CONTROLLER, role)
+        self.limit(request, visits)
+        return visits
 
     def require_for_jobs(self, request: HTTPConnection, needed: Role) -> None:
         """`require` for jobs: the server's token is needed for them where it has one. Where it has none, any is

@@ -198,3 +198,25 @@ def test_a_ring_of_two_ranks_shows_how_busy_each_is(browser: WebDriver) -> None:
         assert browser.find_element("css selector", "option[value=recache]").get_property("disabled")
         assert console_errors(browser) == []
         browser.get("about:blank")
+
+
+def test_the_page_says_what_comes_goes_back_and_branches_off(page: WebDriver, server: Server) -> None:
+    ask(page, "a red circle")
+    kept = int(page.find_element("id", "rewind").get_attribute("max") or 0)
+    until(page, lambda _: int(page.find_element("id", "rewind").get_attribute("max") or 0) > max(kept, 1))
+    chunk = page.find_element("id", "rewind").get_attribute("max")
+    httpx.post(server.url + "api/sessions/default/timeline", json=[{"seconds": 2, "prompt": "a blue star"}])
+    until(page, lambda _: text(page, "coming-text").startswith("a blue star in "))
+    until(page, lambda seen: coloured(seen, 2, 0) > 500 and not page.find_element("id", "coming").is_displayed())
+    page.execute_script("const r = document.getElementById('rewind'); r.value = arguments[0];", chunk)
+    page.find_element("id", "rewind").send_keys(Keys.LEFT + Keys.RIGHT)
+    assert text(page, "rewind-value").endswith(" s")
+    page.find_element("id", "rewind-go").click()
+    until(page, lambda seen: coloured(seen, 0, 2) > 500 and text(page, "receipt").startswith("Gone back"))
+    assert text(page, "playing") == "a red circle"
+    page.find_element("id", "branch").click()
+    until(page, lambda _: len(page.window_handles) == 2)
+    page.switch_to.window(page.window_handles[1])
+    until(page, lambda seen: seen["status"] == "Live" and "session=s-" in page.current_url)
+    page.close()
+    page.switch_to.window(page.window_handles[0])

@@ -38,7 +38,7 @@ class Player:
     """An engine that plays one session over real stages, its latents by chunk, and what its pipeline was given: (chunk,
     conditioning, switch)."""
 
-    def __init__(self, stages: int, **given: Any) -> None:
+    def __init__(self, stages: int, keep_bytes: int = 0, **given: Any) -> None:
         self.pipeline = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, stages))
         self.latents: Latents = defaultdict(dict)
         record(self.pipeline, self.latents)
@@ -50,7 +50,7 @@ class Player:
             give(session, conditioning, epoch=epoch, switch=switch)
 
         self.pipeline.set_conditioning = set_conditioning  # type: ignore[method-assign]
-        self.engine = Engine(self.pipeline, 2 * CHUNK)
+        self.engine = Engine(self.pipeline, 2 * CHUNK, keep_bytes)
         self.events: list[Any] = []
         self.made = 0
         self.tell(messages.Open("s", **({"prompt": RED, "seed": 3} | given)))
@@ -83,9 +83,8 @@ class Player:
 
 def replayed(log: Log, stages: int, chunks: int) -> dict[int, torch.Tensor]:
     header = log.header
-    player = Player(stages, prompt=header.prompt, seed=header.seed, steps=header.steps, kv_context=header.kv_context)
-    player.engine.check_log(header)
-    player.tell(messages.SetTimeline("s", log.changes, "r", begin=0, as_read=True))
+    begin = {"prompt": header.prompt, "seed": header.seed, "steps": header.steps, "kv_context": header.kv_context}
+    player = Player(stages, **begin, changes=log.changes, facts=header.model)
     latents = player.until_made(chunks)
     player.engine.close()
     return latents
@@ -266,9 +265,8 @@ def test_a_log_of_another_model_or_of_unknown_controls_changes_nothing() -> None
         ({"name": "other"}, "model"), ({"window_latents": 3}, "model"), ({"weights": ["0"]}, "weights"),
         ({"weights": None}, "weights"), ({"new": 1}, "model"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError) as refusal:
-            player.engine.check_log(change_log.LogHeader(**HEADER | {"model": facts | changed}))  # type: ignore[arg-type]
-        assert refusal.value.code == code
+        (refused,) = player.engine.handle(messages.Open("other", RED, facts=facts | changed))  # type: ignore[arg-type]
+        assert isinstance(refused, messages.Refused) and (refused.code, refused.field) == (code, "log")
     for change, field in (
         ({"controls": {"fly": 1.0}}, "control"), ({"controls": {"jump": 0.5}}, "jump"), ({"steps": 3}, "steps"),
         ({"prompt": " "}, "prompt"), ({"prompt": RED, "switch": "flush", "over": 2}, "over"),

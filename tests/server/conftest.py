@@ -34,10 +34,10 @@ LIMIT_S = 240.0
 class InMemoryClient:
     """The real engine on a thread of this process: the client's end without sockets."""
 
-    def __init__(self, painter: Painter, max_ahead_frames: int = 24) -> None:
+    def __init__(self, painter: Painter, max_ahead_frames: int = 24, keep_bytes: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._engine = Engine(painter, max_ahead_frames)
+        self._engine = Engine(painter, max_ahead_frames, keep_bytes)
         self._lock = threading.Condition()
         self._commands: list[Command] = []
         self._stopping = False
@@ -233,11 +233,11 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def open_site(
-    config: Config | None = None, painter: Painter | None = None, host: str = "127.0.0.1"
+    config: Config | None = None, painter: Painter | None = None, host: str = "127.0.0.1", keep_bytes: int = 0
 ) -> AsyncIterator[Site]:
     """A server on a free port of this machine, in this process, that is asked over IPv4."""
     config = config or Config()
-    client = InMemoryClient(painter or Painter(chunk_s=0.02))
+    client = InMemoryClient(painter or Painter(chunk_s=0.02), keep_bytes=keep_bytes)
     app = create_app(config)
     listener = server.listen(host, 0)
     http_server = HttpServer(app, config.serve)

@@ -193,7 +193,7 @@ def _run(address: Path, stop: Stop, load: Callable[[ModelConfig], StreamingPipel
     try:
         config = read_config(address)
         max_ahead_frames = math.ceil(config.playback.max_ahead_s * config.playback.fps)
-        engine = Engine(load(config.served_model()), max_ahead_frames)
+        engine = Engine(load(config.served_model()), max_ahead_frames, config.serve.rewind_mb * 1_000_000)
         stop.loading = False
         server.send(engine.ready())
         _serve(server, engine, stop)

@@ -25,11 +25,12 @@ class HeldControls:
     changes: int = 0
     """How often they were set."""
 
-    def set(self, values: Mapping[int, float]) -> int:
-        """Hold these values; others stay. Returns the number of this change. Mutates: self."""
+    def set(self, values: Mapping[int, float], pressed: bool = True) -> int:
+        """Hold these values; others stay. Returns the number of this change. Not `pressed`: they have been held before,
+        and are no tap when they are let go at once. Mutates: self."""
         for index, value in values.items():
             self.held[index] = value
-            if value:
+            if value and pressed:
                 self.pressed[index] = value
         self.changes += 1
         return self.changes

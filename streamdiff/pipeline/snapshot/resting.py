@@ -127,9 +127,11 @@ class RestingStates:
         model = self._pipeline.model
         return model_facts(model.spec, model.denoiser.dtype) | {"weights": self._pipeline.stage.weights}
 
-    def check_facts(self, theirs: Mapping[str, Any]) -> None:
-        """Raises ConfigError where `facts` of a log are others here. In a ring each rank knows the weights of its own
-        blocks: the first ones are compared."""
+    def check_facts(self, theirs: Mapping[str, Any] | None) -> None:
+        """Raises ConfigError where `facts` of a log, if there is one, are others here. In a ring each rank knows the
+        weights of its own blocks: the first ones are compared."""
+        if theirs is None:
+            return
         check_model(theirs, here := self.facts(), "the log")
         weights = theirs.get("weights")
         if not isinstance(weights, list) or not weights or any(map(ne, weights, here["weights"])):
@@ -223,7 +225,7 @@ class RestingStates:
         try:
             opened = head_state(pipeline, session).opened_with
         except ConfigError:
-            self._let_go(session)
+            self.let_go(session)
             raise
         return self._copy(session, lambda parts: finish(snapshot_of(pipeline.model, parts, opened, video)))
 
@@ -254,7 +256,7 @@ class RestingStates:
         saving.made = self._together.submit(self._put_together, ticket, saving)
         saving.made.add_done_callback(lambda _: self._pipeline.wake())
         if not (saving.blank or saving.forgotten):
-            self._let_go(saving.session)
+            self.let_go(saving.session)
 
     def _put_together(self, ticket: int, saving: _Saving) -> Any:
         """On the thread. Raises ConfigError where a stage has no such session any more."""
@@ -280,7 +282,8 @@ class RestingStates:
             raise error
         return error or made.result()
 
-    def _let_go(self, session: int) -> None:
+    def let_go(self, session: int) -> None:
+        """A session that was to come to rest goes on. Mutates: scheduler."""
         self._pipeline.scheduler.hold(session, session in self.away)
 
     # ---- loading ------------------------------------------------------------------------------------------------

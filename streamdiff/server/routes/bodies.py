@@ -30,7 +30,7 @@ MAX_JSON_BYTES = 4 * (picture.MAX_BYTES // 3 + 1) + 256 * 1024
 """Of a body with a picture as base64."""
 DRAIN_BYTES = 1024 * 1024
 SNAPSHOT = "snapshot"
-_FILES_ONLY = (SNAPSHOT, *NAMES)
+_FILES_ONLY = (SNAPSHOT, "log", *NAMES)
 _MAX_FIELDS, _MAX_FILES = 64, 4
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]+)"|([^\s;,]+))', re.IGNORECASE)
 _TAIL_BYTES = 1024

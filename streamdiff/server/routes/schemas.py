@@ -56,6 +56,12 @@ class NewSession(Body):
         return self
 
 
+class ChunkOfStream(Body):
+    """A chunk of a session's stream, of those that `kept` in its state has."""
+
+    chunk: control.Revision
+
+
 class SessionChange(Body):
     """What to change while it plays; what is left out, or null, stays. Carried out in the order of the fields here."""
 

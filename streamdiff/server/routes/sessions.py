@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
@@ -15,9 +16,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from streamdiff import clock
 from streamdiff.config import Config
+from streamdiff.engine.change_log import parse_log
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import GetLog, Pictures, Save, SetTimeline
-from streamdiff.engine.timeline import parse_timeline, placed, timeline_schema
+from streamdiff.engine.timeline import MAX_CHANGES, parse_timeline, placed, timeline_schema
+from streamdiff.engine.validation import digest_of
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app_state import AppState, count_refusals, state_of, watcher_of
 from streamdiff.server.auth import Role
@@ -31,6 +34,7 @@ from streamdiff.server.routes.dependencies import Controlled, State, Steered, Wa
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
+from streamdiff.server.sessions.keeper import record_of, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
 from streamdiff.snapshot_header import check_signature, read_saved_session, signed
 
@@ -41,8 +45,6 @@ SAVE_TIMEOUT_S = 60.0
 SEND_LIMIT_S = 10.0
 """A download that reads nothing for so many seconds is aborted, as others wait for its slot."""
 _PIECE = 1 << 18
-_FIXED = ("seed", "kv_context", "image")
-"""What a snapshot contains and a resumed session cannot set."""
 _LATER: dependencies.Responses = {
     202: {
         "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
@@ -60,10 +62,12 @@ WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
 
 _SNAPSHOT = "a file of GET /api/sessions/{id}/snapshot, to go on from; without seed, kv_context, image"
 _PICTURE = "the picture itself"
+LOG = "log"
+_LOG = "a file of GET /api/sessions/{id}/log, to play again, and on from there; without prompt, seed, steps, kv_context"
 
 _NEW = dependencies.json_or_form(
     schemas.NewSession.model_json_schema(),
-    {"image": _PICTURE, SNAPSHOT: _SNAPSHOT} | dependencies.FEATURES,
+    {"image": _PICTURE, SNAPSHOT: _SNAPSHOT, LOG: _LOG} | dependencies.FEATURES,
     required=False,
 )
 _CHANGE = dependencies.json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
@@ -85,23 +89,28 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 @router.post("", status_code=201, summary="Open a session", **operation("steer", 503, body=_NEW))
 async def open_session(request: Request, response: Response, state: State) -> schemas.OpenedSession:
     with count_refusals(state.metrics.refused):
-        visits = state.config.serve.session_per_visitor and state.role(request) is not Role.CONTROLLER
-        state.require(request, Role.VIEWER if visits else Role.CONTROLLER)
-        state.limit(request, visits)
-        if visits and bodies.media_type(request) == FORM:
+        if state.visits(request) and bodies.media_type(request) == FORM:
             raise Problem(415, "Files take the control token; a visitor's session is opened by JSON.")
         async with _place_for_upload(request, state):
-            session = await _open(request, state)
+            return await _open(request, response, state)
+
+
+async def _opened(
+    request: Request, response: Response, state: AppState, spec: StreamSpec, snapshot: bytes | None = None, **more: Any
+) -> schemas.OpenedSession:
+    """Open a session as `Manager.open` does; the answer. Raises Problem. Mutates: response."""
+    with refused_as("refused"):
+        session = await state.manager.open(spec, snapshot, **more)
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
     response.headers["Location"] = f"/api/sessions/{session.id}"
     return schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
 
 
-async def _open(request: Request, state: AppState) -> LiveSession:
-    """The session that a request asks for. Raises Problem."""
+async def _open(request: Request, response: Response, state: AppState) -> schemas.OpenedSession:
+    """Open the session that a request asks for; the answer. Raises Problem. Mutates: response."""
     ready = state.manager.ready
-    files = {"image": 0, SNAPSHOT: LARGEST_SNAPSHOT_BYTES, **bodies.feature_files(ready)}
+    files = {"image": 0, LOG: 0, SNAPSHOT: LARGEST_SNAPSHOT_BYTES, **bodies.feature_files(ready)}
     wanted, picture, sent = await _read(request, schemas.NewSession, state, files)
     schemas.check_new(wanted, ready)
     prompt = wanted.prompt is not None
@@ -110,8 +119,10 @@ async def _open(request: Request, state: AppState) -> LiveSession:
     if (snapshot := sent.get(SNAPSHOT)) is not None:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
     state.manager.words.check(spec.prompt, "prompt")
-    with refused_as("refused"):
-        return await state.manager.open(spec, snapshot)
+    more: dict[str, Any] = {}
+    if (log := sent.get(LOG)) is not None and snapshot is None:
+        spec, more = await asyncio.to_thread(_log_to_play, log, wanted, spec, state)
+    return await _opened(request, response, state, spec, snapshot, **more)
 
 
 @router.get("/{session}", summary="One session", **operation("watch"))
@@ -161,6 +172,34 @@ async def reset_session(request: Request, response: Response, live: Steered) -> 
     return await _carry_out_all(request, live, [messages.ResetMessage(type="reset")], response)
 
 
+_AT_CHUNK = dependencies.body_of(JSON, schemas.ChunkOfStream.model_json_schema())
+
+
+async def _chunk(request: Request) -> int:
+    return schemas.read(schemas.ChunkOfStream, await bodies.read_json(request, MAX_BODY_BYTES)).chunk
+
+
+@router.post(
+    "/{session}/rewind", summary="Go back to an earlier chunk, and on from there",
+    **operation("steer", 409, 503, 504, body=_AT_CHUNK, answers=_LATER),
+)  # fmt: skip
+async def rewind_session(request: Request, response: Response, live: Steered) -> Receipts:
+    message = messages.RewindMessage(type="rewind", chunk=await _chunk(request))
+    return await _carry_out_all(request, live, [message], response)
+
+
+@router.post(
+    "/{session}/branch", status_code=201, summary="Open a session that goes on from an earlier chunk of this one",
+    **operation("steer", 409, 503, body=_AT_CHUNK),
+)  # fmt: skip
+async def branch_session(request: Request, response: Response, state: State, live: Steered) -> schemas.OpenedSession:
+    with count_refusals(state.metrics.refused):
+        state.visits(request, live)
+        live.wheel.check_holder(watcher_of(request, live))
+        spec, chunk = spec_of(record_of(live), state.manager.ready), await _chunk(request)
+        return await _opened(request, response, state, spec, source=live.id, chunk=chunk)
+
+
 def _spec(
     wanted: schemas.NewSession, picture: Pictures | None, defaults: Config, given: Features = NOTHING
 ) -> StreamSpec:
@@ -188,10 +227,7 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
     if len(snapshot) > LARGEST_SNAPSHOT_BYTES:
         why = f"`snapshot` is larger than {LARGEST_SNAPSHOT_BYTES >> 20} MiB, an eighth of this server's memory."
         raise Problem(413, why, code="too_large", field=SNAPSHOT)
-    fixed = [name for name in _FIXED if name in wanted.model_fields_set and getattr(wanted, name) is not None]
-    if refused := [*fixed, *given.names]:
-        why = f"`{refused[0]}`: a session resumed from a snapshot keeps what was saved with it; leave it out."
-        raise Problem(422, why, code="invalid", field=refused[0])
+    _refuse_given(wanted, ("seed", "kv_context", "image"), given)
     try:
         saved = read_saved_session(snapshot)
         if not serve.trust_snapshots:
@@ -199,6 +235,42 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
     except ConfigError as error:
         raise Problem(422, f"`snapshot`: {error}", code=error.code or "refused", field=SNAPSHOT) from error
     return _spec(wanted, None, state.config).resumed(saved, wanted.prompt, wanted.steps)
+
+
+def _refuse_given(wanted: schemas.NewSession, names: tuple[str, ...], given: Features) -> None:
+    """Raises Problem for what a session has from a file that it is opened with."""
+    fixed = [name for name in names if name in wanted.model_fields_set and getattr(wanted, name) is not None]
+    if refused := [*fixed, *given.names]:
+        why = f"`{refused[0]}`: the session has that of the snapshot or log that it goes on from; leave it out."
+        raise Problem(422, why, code="invalid", field=refused[0])
+
+
+def _log_to_play(
+    data: bytes, wanted: schemas.NewSession, spec: StreamSpec, state: AppState
+) -> tuple[StreamSpec, dict[str, Any]]:
+    """A session that plays a log, and goes on: as `spec` with what the log began with, and more of `messages.Open`. Of
+    steps it has the log's first, and then what the load decides. Reads all of the file: on a thread.
+
+    Raises:
+        Problem: 422 for what is no log, has too many changes or another picture, or a field that it has itself.
+    """
+    _refuse_given(wanted, ("prompt", "seed", "steps", "kv_context"), spec.features)
+    try:
+        log = parse_log(data, LOG)
+    except ConfigError as error:
+        raise Problem(422, str(error), code=error.code, field=LOG) from error
+    header = log.header
+    changes = tuple(replace(each, steps=None) for each in log.changes if each.prompt or each.controls or each.taps)
+    for wrong, why in (
+        (len(changes) > MAX_CHANGES, f"it has {len(changes)} changes; a live session plays {MAX_CHANGES} at most"),
+        (digest_of(spec.image) != header.image, "it began with another picture, or none; give what it had"),
+    ):
+        if wrong:
+            raise Problem(422, f"`{LOG}`: {why}.", code="log", field=LOG)
+    for prompt in (header.prompt, *(each.prompt or "" for each in changes)):
+        state.manager.words.check(prompt, LOG)
+    begins = replace(spec, prompt=header.prompt, seed=header.seed, steps=header.steps, kv_context=header.kv_context)
+    return begins, {"changes": changes, "facts": header.model}
 
 
 async def _read(
@@ -336,7 +408,8 @@ async def set_timeline(request: Request, state: State, live: Steered) -> schemas
         raise Problem(422, why, code="timeline", field=f"{at}.steps")
     for index, each in enumerate(changes):
         state.manager.words.check(each.prompt or "", f"{index}.prompt")
-    await _taken(state, live, SetTimeline(live.id, changes), 422)
+    accepted = await _taken(state, live, SetTimeline(live.id, changes), 422)
+    live.show_timeline(changes, accepted.begin)
     return schemas.TimelineInfo(changes=len(changes))
 
 

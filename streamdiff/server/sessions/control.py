@@ -117,6 +117,13 @@ class ResetMessage(ChangeMessage):
     seed: Seed | None = Field(None, description="left out: the session's")
 
 
+class RewindMessage(ChangeMessage):
+    """Go back to an earlier chunk, of those that `kept` in the state has, and on from there."""
+
+    type: Literal["rewind"]
+    chunk: Revision
+
+
 class PictureReset(ResetMessage):
     """Start over from a picture, or with None from none; over HTTP alone, as messages are small."""
 
@@ -192,6 +199,7 @@ class AskMessage(_Message):
 ControlMessage = (
     PromptMessage
     | ResetMessage
+    | RewindMessage
     | StepsMessage
     | StrengthMessage
     | ControlsMessage
@@ -272,6 +280,8 @@ def check_value(message: ControlMessage, ready: Ready, switches: Sequence[str], 
             raise ControlError("out_of_range", why, "steps", message.id)
         case StrengthMessage() if not fed:
             raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
+        case RewindMessage() if fed:
+            raise ControlError("fed", "A video feeds the session, which is nowhere kept.", "chunk", message.id)
         case PromptMessage(switch=switch) if switch is not None and switch not in switches:
             why = f"`switch` is {switch!r}; this session can do {', '.join(switches)}."
             raise ControlError("out_of_range", why, "switch", message.id)
@@ -509,12 +519,12 @@ class RequestTracker:
 
     def _is_replaced(self, request: Receipt, epoch: int | None = None) -> bool:
         """Whether a later request, of those up to `epoch`, replaced this one, which was accepted: one of the same
-        kind, or a reset a prompt. Requests of other kinds do not affect each other."""
+        kind, or a reset or rewind a prompt. Requests of other kinds do not affect each other."""
         mine, kind = request.epoch or 0, request.control.type
         return kind != "control" and any(
             other.epoch is not None
             and mine < other.epoch
             and (epoch is None or other.epoch <= epoch)
-            and (other.control.type == kind or (kind, other.control.type) == ("prompt", "reset"))
+            and (other.control.type == kind or (kind == "prompt" and other.control.type in ("reset", "rewind")))
             for other in self._open.values()
         )

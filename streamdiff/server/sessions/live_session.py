@@ -19,6 +19,7 @@ from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
+from streamdiff.engine.timeline import TimedChange, coming
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 STALLED_S = 2.0
 OPENING = "open"
 """`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
-_OF_THE_ENGINE = control.PromptMessage | control.ResetMessage | control.StepsMessage | control.StrengthMessage
-"""What the engine answers."""
+_HERE = control.FpsMessage | control.AdaptiveMessage | control.HoldMessage
+"""What the engine is not asked for."""
 Mailbox = Callable[[dict[str, Any]], None]
 
 
@@ -71,6 +72,13 @@ class LiveSession:
     Its parts: `playback` (pacer and encoders), `input` (the video that feeds it), `peers` (who gets its messages),
     `lifetime` (when it ends by itself).
     """
+
+    tokens: Tokens | None = None
+    """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
+    input: VideoInput | None = None
+    """The video that feeds it."""
+    kept: tuple[int, int] | None = None
+    """The first chunk that it can be rewound to, and the latest that is kept."""
 
     def __init__(
         self,
@@ -114,8 +122,6 @@ class LiveSession:
         self._answers: dict[str, asyncio.Future[Any]] = {}
         """What is waited for: that it is open, a snapshot, the first receipt of an owner's request."""
         # Who may do what, and for how long.
-        self.tokens: Tokens | None = None
-        """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
         self.peers: dict[str, tuple[Mailbox, bool, Watcher]] = {}
         """By name: how a peer is sent a message, whether it may control the session, and who it is at the wheel."""
@@ -126,11 +132,12 @@ class LiveSession:
         self._chunk_s: float | None = None
         self._lag_s: float | None = None
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
-        self.input: VideoInput | None = None
-        """The video that feeds it."""
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
-        """Noise that is mixed with that; and the controls that are held."""
+        """Noise that is mixed with its video input; and the controls that are held."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
+        self.chunk, self.timeline_begin = -1, 0
+        """The latest chunk that was made; that from which the timeline counts."""
+        self.timeline: Sequence[TimedChange] = ()
 
     @property
     def fps(self) -> float:
@@ -162,9 +169,9 @@ class LiveSession:
 
     # ---- on the engine ------------------------------------------------------------------------------------------
 
-    async def ask_open(self, snapshot: Data | None = None) -> None:
-        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, and with
-        `snapshot` to resume from it. Does nothing once the session has ended.
+    async def ask_open(self, snapshot: Data | None = None, **more: Any) -> None:
+        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, with
+        `snapshot` to resume from it, and with `more` fields. Does nothing once the session has ended.
 
         Raises:
             EngineFailure: the engine has ended.
@@ -183,10 +190,8 @@ class LiveSession:
         how = (text, self.seed, self.steps, self.kv_context, playback.ahead_frames, *past)
         given = self.features.fields() if snapshot is None else {}
         self.resets += snapshot is None
-        opening = messages.Open(
-            self.id, *how, image=self.image, active=not self.idle, request=OPENING, snapshot=snapshot, **given
-        )
-        await self._send(opening)
+        about: dict[str, Any] = {"active": not self.idle, "request": OPENING, "snapshot": snapshot, **given, **more}
+        await self._send(messages.Open(self.id, *how, image=self.image, **about))
         if self.paused and snapshot is None:
             await self.send_paused()
         if self.input is not None and self.input.begun:
@@ -262,7 +267,7 @@ class LiveSession:
 
         Mutates: self.
         """
-        self.engine, self.place = engine, "none"
+        self.engine, self.place, self.kept, self.timeline = engine, "none", None, ()
         for name in self._answers:
             of_engine = name == OPENING or name.startswith("ask ")
             self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
@@ -302,6 +307,7 @@ class LiveSession:
         now_s = clock.monotonic_s()
         match event:
             case FrameBatch():
+                self.chunk = event.chunk
                 self.playback.push(event, now_s)
                 self._made.add(len(event.pictures), now_s)
                 self._metrics.made.labels(self.id).inc(len(event.pictures))
@@ -342,25 +348,33 @@ class LiveSession:
                     source.end_soon("encoder")
             case messages.Swapped():
                 self.place = event.place
+            case messages.Kept():
+                self.kept = event.chunks
+                self.broadcast({"type": "kept", "kept": self.kept})
             case messages.Closed():
                 self.place = "none"
 
     def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch
-        match message := self._requests.find(event.request):
+        message = self._requests.find(event.request)
+        resets = isinstance(message, control.ResetMessage) or getattr(message, "switch", "") == "reset"
+        if resets or isinstance(message, control.RewindMessage):
+            self.playback.clear_before(event.epoch)
+            self.resets += 1
+            self.chunk, self.timeline_begin = -1, 0
+        match message:
             case control.ResetMessage(seed=seed) as reset:
-                self.playback.clear_before(event.epoch)
-                self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
+                self.seed = self.seed if seed is None else seed
                 if isinstance(reset, control.PictureReset):
                     self.image, self.begins_with_image = reset.picture, reset.picture is not None
                     self.features = self.features.without("image_latents")
                     if self.begins_with_image:
                         self.features = self.features.without("video_latents")
-            case control.PromptMessage(prompt=prompt, switch=switch):
+            case control.PromptMessage(prompt=prompt):
                 self.prompt, self.features = prompt, self.features.without("prompt_embeds")
-                if switch == "reset":
-                    self.resets += 1
-                    self.playback.clear_before(event.epoch)
+            case control.RewindMessage(chunk=chunk):
+                self.prompt, self.timeline = event.text or self.prompt, ()
+                self.broadcast({"type": "rewound", "chunk": chunk})
             case control.StepsMessage():
                 self.steps = self._sent_steps
             case control.StrengthMessage(strength=strength):
@@ -449,8 +463,8 @@ class LiveSession:
                 image = message.picture if isinstance(message, control.PictureReset) else None
                 none = isinstance(message, control.PictureReset) and image is None
                 await self._send(messages.Reset(self.id, seed, request, image, no_image=none))
-                if self.paused:
-                    await self._set_paused(False)
+            case control.RewindMessage(chunk=chunk):
+                await self._send(messages.Rewind(self.id, chunk, self._sent_steps, request))
             case control.StepsMessage(steps=steps):
                 await self._send_steps(self.limit.steps_of(steps), request)
             case control.StrengthMessage(strength=strength):
@@ -462,7 +476,9 @@ class LiveSession:
                 self._send_state()
             case control.HoldMessage():
                 await self._set_paused(message.type == "pause")
-        if not isinstance(message, _OF_THE_ENGINE):
+        if isinstance(message, control.ResetMessage | control.RewindMessage) and self.paused:
+            await self._set_paused(False)
+        if isinstance(message, _HERE):
             now_s = clock.monotonic_s()
             self._deliver(self._requests.accepted(request, self._latest_shown_epoch, "", "", now_s))
             self._requests.forget(request)
@@ -564,6 +580,11 @@ class LiveSession:
         for mailbox, may_control, _ in list(self.peers.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
+    def show_timeline(self, changes: Sequence[TimedChange], begin: int) -> None:
+        """It plays these changes, from chunk `begin` on: say so. Mutates: self."""
+        self.timeline, self.timeline_begin = changes, begin
+        self._send_state()
+
     def _send_state(self) -> None:
         self.broadcast(self.state(may_control=True), self.state(may_control=False))
 
@@ -608,6 +629,8 @@ class LiveSession:
             "switches": list(self.switches),
             "controls": [asdict(each) for each in self._ready.controls],
             "wheel": self.wheel.state(),
+            "kept": self.kept,
+            "timeline": coming(self.timeline, self.timeline_begin, self.chunk),
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,
@@ -627,6 +650,7 @@ class LiveSession:
             "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
             "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
             "encoder_dropped": playback.dropped,
+            "chunk": self.chunk,
             **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
             "occupancy": [round(share, 3) for share in self._occupancy()],
             "input": None if self.input is None else self.input.figures(),

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from prometheus_client import Counter
 
@@ -200,23 +201,21 @@ class EngineLoad:
         while True:
             await wait_at_most(self._changed, _LOOK_S)
             self._changed.clear()
-            if running():
-                await self._limit_sessions()
-
-    async def _limit_sessions(self) -> None:
-        now_s = clock.monotonic_s()
-        sessions = {each.id: each for each in self._sessions()}
-        demands = {id: each.demand(now_s) for id, each in sessions.items()}
-        for id, limit in self._policy.decide(demands, self.share, now_s).items():
-            session, steps, fps = sessions[id], limit.steps_of(demands[id].steps), limit.fps_of(demands[id].fps)
-            if session.closed:
+            if not running():
                 continue
-            down = steps < session.steps or fps < session.fps
-            self._metrics.load_changes.labels("down" if down else "up").inc()
-            told = "By load, session %(session)s has %(steps)d steps, %(fps)g frames/s."
-            logger.info(told, {"session": id, "steps": steps, "fps": fps})
-            with contextlib.suppress(EngineFailure):  # what reads its events says so
-                await session.limit_to(limit)
+            now_s = clock.monotonic_s()
+            sessions = {each.id: each for each in self._sessions()}
+            demands = {id: each.demand(now_s) for id, each in sessions.items()}
+            for id, limit in self._policy.decide(demands, self.share, now_s).items():
+                session, steps, fps = sessions[id], limit.steps_of(demands[id].steps), limit.fps_of(demands[id].fps)
+                if session.closed:
+                    continue
+                down = steps < session.steps or fps < session.fps
+                self._metrics.load_changes.labels("down" if down else "up").inc()
+                told = "By load, session %(session)s has %(steps)d steps, %(fps)g frames/s."
+                logger.info(told, {"session": id, "steps": steps, "fps": fps})
+                with contextlib.suppress(EngineFailure):  # what reads its events says so
+                    await session.limit_to(limit)
 
 
 class Manager:
@@ -309,8 +308,9 @@ class Manager:
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
-    async def open(self, spec: StreamSpec, snapshot: Data | None = None) -> LiveSession:
-        """Open a session, which resumes from the file `snapshot`, if there is one.
+    async def open(self, spec: StreamSpec, snapshot: Data | None = None, **more: Any) -> LiveSession:
+        """Open a session, which resumes from the file `snapshot`, if there is one; `more` are fields of
+        `messages.Open`: it is a branch, or plays a log.
 
         Raises:
             Unavailable: no time, no memory, the server is about to end, or the engine does not run.
@@ -331,7 +331,7 @@ class Manager:
         self.load.changed()
         session.tokens = Tokens.fresh()
         try:
-            await self._open_on_engine(session, snapshot)
+            await self._open_on_engine(session, snapshot, more)
         except BaseException as error:
             if not session.closed:
                 await self._drop(session)
@@ -342,21 +342,22 @@ class Manager:
             if isinstance(error, TimeoutError | EngineFailure):
                 raise Unavailable("engine", "The engine did not open the session.", ENDED_RETRY_S) from error
             raise
+        session.show_timeline(more.get("changes", ()), 0)
         fields = {name: getattr(session, name) for name in ("fps", "steps", "seed")}
         logger.info("Session %(session)s was opened.", {"session": session.id, **fields})
         return session
 
-    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
+    async def _open_on_engine(self, session: LiveSession, snapshot: Data | None, more: dict[str, Any]) -> None:
         """Open a session on the engine, if memory is short once more after `make_room`. Mutates: session."""
         if snapshot is not None:
             session.playback.resume_at((await asyncio.to_thread(read_saved_session, snapshot)).made_frames)
         try:
-            await session.ask_open(snapshot)
+            await session.ask_open(snapshot, **more)
             await session.wait_opened(OPEN_TIMEOUT_S)
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
-            await session.ask_open(snapshot)
+            await session.ask_open(snapshot, **more)
             await session.wait_opened(OPEN_TIMEOUT_S)
         if snapshot is not None:  # which may have been paused
             await session.send_paused()

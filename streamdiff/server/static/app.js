@@ -6,6 +6,7 @@ import { $, chosen, drawFieldError, number, remember, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
 import { dataOf, drawPicture, frameOf, startPictures } from "./picture.js";
 import { startRecording } from "./record.js";
+import { startRewinding } from "./rewind.js";
 import { openOwn, openShared, share } from "./share.js";
 import { drawStats, startMeasuring } from "./stats.js";
 import { drawKeys, startSteering } from "./steer.js";
@@ -129,6 +130,8 @@ function drawState(state) {
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawSuggestions(state.text, suggest);
   view.controls = state.controls;
+  past.draw(state.kept);
+  past.drawComing(state.timeline);
   wheel.draw(state.wheel);
 }
 
@@ -150,7 +153,7 @@ function drawReceipt(text, stage = "") {
 
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
-const MADE = ["prompt", "reset", "steps", "strength"];
+const MADE = ["prompt", "reset", "rewind", "steps", "strength"];
 const PAST = { recache: ", past recached", "recache-causal": ", past recached", flush: ", past flushed", reset: ", restarted" };
 
 function onReceipt(receipt) {
@@ -170,7 +173,7 @@ function onReceipt(receipt) {
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
-    drawReceipt(request.kind === "reset" ? `Restarted after ${seconds(lag)}.` : `On screen after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
+    drawReceipt(request.kind === "rewind" ? `Gone back after ${seconds(lag)}.` : request.kind === "reset" ? `Restarted after ${seconds(lag)}.` : `On screen after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
   } else if (receipt.stage === "superseded") {
     drawReceipt("A newer request took its place.", "superseded");
   } else if (receipt.stage === "refused") {
@@ -185,8 +188,8 @@ function onRefused(kind, field, reason) {
     drawInputError(reason);
     return;
   }
-  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps" };
-  const place = fields[field] ?? { reset: "seed", steps: "steps" }[kind] ?? "prompt";
+  const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps", chunk: "rewind" };
+  const place = fields[field] ?? { reset: "seed", steps: "steps", rewind: "rewind" }[kind] ?? "prompt";
   drawFieldError(place, reason);
   if (place === "steps") $("steps").value = view.steps;
 }
@@ -199,8 +202,13 @@ const handlers = {
   },
   state: drawState,
   wheel: (told) => wheel.draw(told),
+  kept: ({ kept }) => past.draw(kept),
+  rewound: () => drawReceipt("The stream goes on from an earlier moment.", "accepted"),
   receipt: onReceipt,
-  stats: (stats) => drawStats(stats, view),
+  stats: (stats) => {
+    drawStats(stats, view);
+    past.drawComing();
+  },
   error: (error) => {
     onRefused(asked.get(error.id)?.kind, error.field, error.message);
     asked.delete(error.id);
@@ -494,6 +502,7 @@ async function describe() {
   view.needsPicture = engine.begins_with_picture;
   drawPicture(view.image, view.needsPicture);
   drawSuggestions(view.text, suggest, engine.suggestions);
+  view.chunkFrames = engine.chunk_frames;
   if (engine.examples.length) $("prompt").placeholder = engine.examples[0];
   drawControls();
   $("camera-embedded").hidden = engine.model !== "tiny";
@@ -549,6 +558,7 @@ startRecording({
   authorization: client.authorization,
   told: (text) => drawReceipt(text),
 });
+const past = startRewinding({ client, view, rewind: (chunk) => ask("rewind", { chunk }), told: (text) => drawReceipt(text) });
 startSharpening();
 const ideas = startSuggestions(() => view.prompt);
 openShared(client.authorization).then(

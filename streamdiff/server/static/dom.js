@@ -22,6 +22,16 @@ export function drawFieldError(field, text) {
   else input.removeAttribute("aria-invalid");
 }
 
+/** Give the visitor a file; returns what to say of it. */
+export function download(content, ending) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(content);
+  link.download = `streamdiff-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.${ending}`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+  return `Saved as ${link.download}.`;
+}
+
 /** What an earlier visit chose, by name; null where nothing is, or where the browser lets pages keep nothing. */
 export function chosen(name) {
   try {

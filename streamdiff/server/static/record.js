@@ -1,7 +1,7 @@
 // Saves the last seconds of the stream, which the server keeps while somebody watches, as a file of the visitor's own.
 
 import { refusal } from "./client.js";
-import { $ } from "./dom.js";
+import { $, download } from "./dom.js";
 
 const [WIDTH, HEIGHT] = [190, 130]; // of the menu, at most
 
@@ -22,12 +22,7 @@ export function startRecording({ address, authorization, told }) {
       const answer = await fetch(`${address()}?seconds=${seconds}`, { headers: authorization });
       if (!answer.ok) throw await refusal(answer);
       const video = await answer.blob();
-      const link = document.createElement("a");
-      link.href = URL.createObjectURL(video);
-      link.download = `streamdiff-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.${video.type.slice(6)}`;
-      link.click();
-      setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-      told(`Saved as ${link.download}.`);
+      told(download(video, video.type.slice(6)));
     } catch (error) {
       told(error instanceof TypeError ? "The server cannot be reached." : error.message);
     }

@@ -70,6 +70,10 @@ MESSAGES = [
         "a", (TimedChange(at=1, prompt="x"), TimedChange(at=2, controls={"shape": 0.5}, loop=True)), "r6", 0
     ),
     messages.GetLog("a", "r7"),
+    messages.Rewind("a", 40, 2, "r8"),
+    messages.Kept("a", (7, 40)),
+    messages.Kept("a", None),
+    messages.Open("a", "x", changes=(TimedChange(at=1, taps={"jump": 1.0}),), facts={"weights": ["00"]}),
     messages.ControlsApplied("a", ("r5",), 3, 36),
     messages.InputFrames("a", PICTURES),
     messages.InputUsed("a", 0.5, 24, 12, "why"),

@@ -12,9 +12,9 @@ from streamdiff.models.autoencoder.autoencoder import load_autoencoder, native_f
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.taehv import TaehvAutoencoder
 from streamdiff.models.autoencoder.wan import WanAutoencoder
-from streamdiff.models.tiny.model import WEIGHTS, load_model
 from tests.small import CPU
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
+from training.embedded import WEIGHTS, load_model
 
 
 @pytest.mark.slow

@@ -123,7 +123,9 @@ def test_what_is_asked_for_while_chunks_are_made_again_holds_from_the_chunk_on(
     for command, code in ((messages.Save("s", "save"), "encoding"), (messages.Rewind("s", chunk, request="r"), "busy")):
         (refused,) = player.engine.handle(command)
         assert isinstance(refused, messages.Refused) and refused.code == code
+    before = len(player.events)
     play_on(player, 3)
+    assert next(event.chunk for event in player.events[before:] if isinstance(event, messages.FrameBatch)) == chunk
     changes = [(change.at, change.prompt, change.controls, change.taps) for change in player.log(tmp_path).changes]
     text = MODEL.text.read(BLUE, None).text
     assert changes == [(chunk, text, {}, {}), (chunk, None, {"jump": 1.0}, {})], "x was let go before"

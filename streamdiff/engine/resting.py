@@ -55,7 +55,11 @@ class KeptSnapshots:
         if before:
             return before[-1]
         kept = self._chunks_of(session)
-        can = "nothing of it is kept, rewind_mb is the memory for that" if kept is None else f"it can be {kept[0]} to {most}"
+        can = (
+            "nothing of it is kept, rewind_mb is the memory for that"
+            if kept is None
+            else f"it can be {kept[0]} to {most}"
+        )
         raise RequestError("chunk", f"chunk is {chunk}; {can}", "chunk")
 
     def rewound(self, session: Session, chunk: int) -> None:

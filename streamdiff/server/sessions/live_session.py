@@ -73,6 +73,14 @@ class LiveSession:
     `lifetime` (when it ends by itself).
     """
 
+    kept: tuple[int, int] | None = None
+    """The first chunk that it can be rewound to, and the latest that is kept."""
+    chunk: int = -1
+    """The latest that was made."""
+    timeline: Sequence[TimedChange] = ()
+    """Changes that were posted; their chunks count from `timeline_begin` on."""
+    timeline_begin: int = 0
+
     def __init__(
         self,
         id: str,
@@ -132,11 +140,6 @@ class LiveSession:
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
         """Noise that is mixed with that; and the controls that are held."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
-        self.kept: tuple[int, int] | None = None
-        """The first chunk that it can be rewound to, and the latest that is kept."""
-        self.chunk, self.timeline_begin = -1, 0
-        """The latest chunk that was made; that from which the timeline counts."""
-        self.timeline: Sequence[TimedChange] = ()
 
     @property
     def fps(self) -> float:

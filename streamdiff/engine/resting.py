@@ -34,10 +34,10 @@ class KeptSnapshots:
         self._kept: list[KeptPlace] = []
         self._told: dict[str, tuple[int, int] | None] = {}
 
-    def is_due(self, session: Session, chunk: int) -> bool:
-        """Whether one is to be taken of a session whose next chunk this is."""
+    def is_due(self, session: Session, chunk: int, nbytes: int) -> bool:
+        """Whether one, of so many bytes at least, is to be taken of a session whose next chunk this is."""
         _, latest = self._chunks_of(session) or (0, 0)
-        return self._limit > 0 and chunk >= latest + self._chunks
+        return nbytes < self._limit and chunk >= latest + self._chunks
 
     def add(self, kept: KeptPlace) -> None:
         """Keep one more. Mutates: self."""
@@ -126,7 +126,8 @@ class SaveAndSwapQueue:
     def keep(self, session: Session, next_chunk: int) -> None:
         """A chunk of a session was made: have a snapshot of it kept, if it is time. Mutates: self."""
         is_saved = any(whose is session for _, whose in self.saves)
-        if self.kept.is_due(session, next_chunk) and session.settled and not is_saved:
+        is_due = self.kept.is_due(session, next_chunk, self._ring.nbytes(session.slot))
+        if is_due and session.settled and not is_saved:
             self.saves.append((None, session))
 
     # ---- swapping -----------------------------------------------------------------------------------------------

@@ -140,7 +140,9 @@ def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
             for row, latents in ring.step_latents(1.0)[1]:
                 found[row.session].append(latents.clone())
         compiled = ring.stage.compiled
-        captured = compiled.captured_sessions if compiled is not None else 0
+        captured = 0
+        if compiled is not None and compiled.pool is not None:
+            captured = len({number // compiled.pool.caches for number in compiled.replayed})
         return torch.stack([torch.stack(latents[:chunks]) for latents in found.values()]), captured
     finally:
         runtime.close()
@@ -195,7 +197,7 @@ def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1560, plain.width, generator=generator)
     time = torch.randn(1, 1, plain.width, generator=generator)
-    text = torch.randn(1, 512, plain.text_width, generator=generator)
+    text = torch.randn(1, 512, plain.model.config["text_dim"], generator=generator)
 
     def run(denoiser: WanDenoiser, kind: torch.dtype, where: torch.device) -> Tensor:
         tokens = TokenStates(hidden.to(where, kind), time.to(where, kind))

@@ -25,7 +25,6 @@ from benchmarks import report
 from streamdiff import clock
 from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
-from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.distributed.link import Receiver
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.planner.partition import split_evenly
@@ -34,6 +33,7 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.topology import StageTopology, connect_stage
+from training import embedded as tiny
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0  # for the ring to come to rest

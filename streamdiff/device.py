@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
-from streamdiff import clock
 from streamdiff.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -112,6 +112,11 @@ def embedded_autoencoder_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """`values` in host memory on `device`; from memory that is not pinned the host would wait for the copy."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
 @contextmanager
 def side_stream(device: torch.device, after_current: bool = False) -> Iterator[None]:
     """On a GPU, run on a stream of its own and wait for it on this thread, so that other streams' work continues.
@@ -133,20 +138,15 @@ def side_stream(device: torch.device, after_current: bool = False) -> Iterator[N
 _WARM_UP, _CALLS, _ROUNDS = 3, 5, 3
 
 
-def seconds_per_call(call: Callable[[], object], device: torch.device) -> float:
-    """The device's own time for a `call`, the least of some rounds after a few that do not count: first calls compile,
-    plan and allocate. The host waits for it; for the start only."""
+def seconds_per_call(call: Callable[[], object]) -> float:
+    """The current CUDA device's own time for a `call`, the least of some rounds after a few that do not count: first
+    calls compile, plan and allocate. The host waits for it; for the start only."""
     for _ in range(_WARM_UP):
         call()
-    return min(_round_s(call, device) for _ in range(_ROUNDS)) / _CALLS
+    return min(_round_s(call) for _ in range(_ROUNDS)) / _CALLS
 
 
-def _round_s(call: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begun_s = clock.monotonic_s()
-        for _ in range(_CALLS):
-            call()
-        return clock.monotonic_s() - begun_s
+def _round_s(call: Callable[[], object]) -> float:
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
     for _ in range(_CALLS):

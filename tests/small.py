@@ -18,11 +18,12 @@ from streamdiff.models.autoencoder.picture_decoder import Normalisation, Picture
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder, TaehvConfig
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ActionModules, ModelSpec
-from streamdiff.models.tiny.model import TEXT_TOKENS, WIDTH, TinyText
+from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.tiny.scene import Scene
 from streamdiff.models.transformer.actions import attach
 from streamdiff.models.transformer.wan import WanDenoiser, make_transformer
 from training import autoencoder, model_folder
+from training.embedded import TEXT_TOKENS, WIDTH
 from training.scene_rows import row_of
 from training.world.render import render
 from training.world.tracks import Streams

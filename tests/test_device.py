@@ -137,5 +137,5 @@ def test_a_call_is_timed_by_the_gpu_s_own_clock(monkeypatch: pytest.MonkeyPatch)
     slow = iter([9.0, 5.0, 5.0, *[0.3] * 5, *[0.2] * 5, *[0.25] * 5])
     made: Any = lambda enable_timing: WaitedFor(device)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "Event", made)
-    assert seconds_per_call(lambda: device.compute(next(slow)), CUDA) == pytest.approx(0.2)
+    assert seconds_per_call(lambda: device.compute(next(slow))) == pytest.approx(0.2)
     assert next(slow, None) is None

@@ -27,10 +27,10 @@ from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder
-from streamdiff.models.tiny import model
 from streamdiff.models.weight_files import read_object
 from training import autoencoder as train_autoencoder
 from training import denoiser, loop
+from training import embedded as model
 from training.autoencoder import AUTOENCODER
 from training.batches import latent_statistics
 from training.learner import Plan

@@ -15,8 +15,9 @@ from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.model import PAD, TEXT_TOKENS, UNKNOWN, WIDTH, WORDS, TinyText
+from streamdiff.models.tiny.model import WORDS, TinyText
 from streamdiff.models.transformer.weights import FILE
+from training.embedded import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
 
 
 def build_tokenizer() -> Tokenizer:

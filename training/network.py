@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import prompts
-from streamdiff.models.tiny.model import WIDTH, TinyText
+from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend
 from streamdiff.models.transformer.wan import BlockWeights, KeyValue, TokenStates, WanDenoiser, add_controls, attend
 from training.autoencoder import AUTOENCODER
+from training.embedded import WIDTH
 from training.model_folder import build_text
 from training.rows import Rows
 from training.scene_rows import FIELD_SIZES, from_row

@@ -112,7 +112,6 @@ def make(model: ModelConfig, job: PlanJob) -> Plan:
         ConfigError: something cannot be planned.
     """
     sizes, load, storage = _settled(model, job)
-    partition.check_stages(load.stages, sizes.blocks)
     ring = _ring(job, sizes, load, storage)
     if job.stage_times is not None:
         source, layout = "stage times given by hand; blocks spread evenly", _by_hand(job, sizes, load)

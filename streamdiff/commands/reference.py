@@ -148,7 +148,7 @@ class ReferenceRun:
         from there on."""
         initial, renoise = (None if each is None else each[first:] for each in (self.initial, self.renoise))
         noise = Noise(spec.chunk_shape, self.seed, initial, renoise, self.schedule)
-        levels = None if self.levels is None else self.levels.starting_at(first)
+        levels = self.levels and StepLevels(self.levels.timesteps[first:], self.levels.sigmas[first:])
         controls = None if self.controls is None else self.controls[first:]
         return StreamInputs(noise, self._source(spec, first), levels, self.condition, controls)
 
@@ -300,10 +300,6 @@ def run(job: ReferenceJob) -> int:
             if reading.notice:
                 print(reading.notice)
             reference = replace(reference, embeddings=text.encode(reading.text))
-        decoder = None
-        if not job.no_decode:
-            space = plan.config.latent_space
-            decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         write = None
         if job.latents_out is not None:
@@ -312,11 +308,13 @@ def run(job: ReferenceJob) -> int:
             shape = reference.chunks, *spec.chunk_shape
             write = stack.enter_context(tensor_file.writing(job.latents_out, "latents", shape, about))
         chunks = _written(run_reference(ring, reference, check), write, bar)
-        if decoder is not None and job.output is not None:
-            files.write_video(job.output, _frames(chunks, decoder), job.fps or spec.native_fps)
-        else:
+        if job.output is None:
             deque(chunks, maxlen=0)
-    for path in filter(None, (job.latents_out, job.output if decoder is not None else None)):
+        else:
+            space = plan.config.latent_space
+            decoder = PictureDecoder(load_autoencoder(model.found_vae, "decoder", plan.device, latent_space=space))
+            files.write_video(job.output, _frames(chunks, decoder), job.fps or spec.native_fps)
+    for path in filter(None, (job.latents_out, job.output)):
         print(f"{path}: {reference.chunks} chunks of {spec.chunk_latents} latent frames")
     return 0
 

@@ -18,23 +18,14 @@ from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
+from streamdiff.models import spec as model_spec
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder, check_autoencoder
 from streamdiff.models.camera import CHANNELS
 from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.models.clip_vision import ClipVision, check_tower
 from streamdiff.models.resolve import ResolvedModel, resolve_model
-from streamdiff.models.spec import (
-    ActionModules,
-    ModelSpec,
-    ParsedPrompt,
-    TextEncoder,
-    choose_steps,
-    context_fault,
-    parse_size,
-    with_size,
-    with_window,
-)
+from streamdiff.models.spec import ActionModules, ModelSpec, ParsedPrompt, TextEncoder
 from streamdiff.models.text_encoder import EmbeddingFolder, WanText, check_text_files
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
@@ -123,7 +114,8 @@ class ModelLoader:
             if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
                 sink = said.get("sink_size")  # in worlds' own configurations
                 spec = replace(spec, window_latents=window, sink_latents=sink if type(sink) is int else 0)
-            return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
+            size = self.config.size
+            return spec if size is None else model_spec.with_size(spec, *model_spec.parse_size(size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
@@ -146,7 +138,7 @@ class ModelLoader:
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
-        if fault := context_fault(self.spec, config.kv_context):
+        if fault := model_spec.context_fault(self.spec, config.kv_context):
             raise ConfigError(fault, field="kv_context")
         given = _given_stream(config) if unknown else {}
         spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
@@ -156,8 +148,8 @@ class ModelLoader:
                     f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink "
                     "and --rope out"
                 )
-            spec = with_window(spec, *overrides)
-        choose_steps(config.step_count, spec.steps, spec.name)
+            spec = model_spec.with_window(spec, *overrides)
+        model_spec.choose_steps(config.step_count, spec.steps, spec.name)
         return spec
 
     def check_files(self, *parts: str) -> None:

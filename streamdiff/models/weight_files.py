@@ -149,15 +149,11 @@ def validated(path: Path, kind: type[_Kind], content: Mapping[str, Any] | None =
         # By way of JSON, where a strict type takes a list for a tuple.
         return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        raise ConfigError(problems(path, error)) from None
-
-
-def problems(path: object, error: ValidationError) -> str:
-    """What pydantic found wrong in a file, one problem per line."""
-    return "\n".join(
-        f"{path}: {'.'.join(map(str, problem['loc'])) or 'the file'}: {problem['msg']}"
-        for problem in error.errors(include_url=False)
-    )
+        problems = (
+            f"{path}: {'.'.join(map(str, problem['loc'])) or 'the file'}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        )
+        raise ConfigError("\n".join(problems)) from None
 
 
 _HOLDS = (

@@ -47,8 +47,7 @@ class Profiler:
     """Traces `chunks` chunks of a pipeline, whose `profiler` it is, once a stream's window is full."""
 
     def __init__(self, pipeline: StreamingPipeline, folder: Path, chunks: int = CHUNKS) -> None:
-        """Raises ConfigError as `check_folder`. Mutates: the pipeline's `profiler`."""
-        check_folder(folder)
+        """`folder` is one that `check_folder` takes. Mutates: the pipeline's `profiler`."""
         self.folder, self.chunks = folder, chunks
         self._writing: threading.Thread | None = None
         self._before = pipeline.model.spec.window_chunks(pipeline.info.kv_context)

@@ -121,7 +121,10 @@ class Ring:
             for fellow in self._fellows:
                 fellow.send(part)
         self.worker.execute(message)
-        self._send_rest()
+        # What is left of a long forward goes row by row. That ends whatever comes back meanwhile: so few messages are
+        # in the ring that the last stage can always send, and the others take what comes.
+        while self.worker.sending and not self.local:  # in one thread nothing would receive it, see `_step_local`
+            self.worker.step()
 
     def sample(self, wait_s: float = 0.0) -> list[Finished]:
         """Take over what has come back from the last stage; returns the chunks that are finished. Waits up to `wait_s`
@@ -183,12 +186,6 @@ class Ring:
                 check_own(error)
                 self.faults.fail_session(session, describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    def _send_rest(self) -> None:
-        """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
-        in the ring that the last stage can always send, and the others take what comes."""
-        while self.worker.sending and not self.local:  # in one thread nothing would receive it, see `_step_local`
-            self.worker.step()
 
     def _step_local(self) -> bool:
         """A step of every other stage in this process, the last one first: a message moves on by one stage per step, as

@@ -402,7 +402,9 @@ class StreamingPipeline(Ring):
             return []
         if piece.fault:
             stream.decoding -= 1
-            self._decoding_failed(stream, piece)
+            name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
+            why = self.stage.exchange.pop_text(name) or piece.fault  # why a stage could not compute it, if that is so
+            self.faults.fail_session(stream.session, why, self._decoding_streak)
             return []
         self._decoding_streak.record_success()
         # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
@@ -414,13 +416,6 @@ class StreamingPipeline(Ring):
             self._finished_costs.append(chunk.cost)
         pictures = piece.pictures
         return [Frames(stream.session, piece.chunk, chunk.epoch, pictures, piece.last, chunk_s, chunk.control)]
-
-    def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
-        """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
-        Mutates: self."""
-        name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
-        why = self.stage.exchange.pop_text(name) or piece.fault
-        self.faults.fail_session(stream.session, why, self._decoding_streak)
 
     def _look(self) -> None:
         """Re-raise a decoding error on the caller's thread."""

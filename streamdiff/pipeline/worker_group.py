@@ -89,7 +89,7 @@ class WorkerGroup:
         except LinkClosed as error:
             raise self.broken(error) from error
         self._watch.finish()
-        self._watch.await_ends(LEAVE_S)
+        await_that(lambda: all(beat.ended for beat in self._watch.heartbeats()), LEAVE_S)  # they need the store
         atexit.unregister(exit_now)
 
     def _on_fault(self, fault: str) -> None:

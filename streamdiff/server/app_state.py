@@ -20,7 +20,7 @@ from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.encoder import choose
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import Outputs, parse_targets, read_targets
+from streamdiff.server.outputs.output import Output, Outputs, parse_targets, read_targets
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import EngineStatus
@@ -68,7 +68,7 @@ class AppState:
         self.metrics.viewers_limit.set(serve.max_viewers)
         self.metrics.jobs_limit.set(0 if self.jobs is None else job_runner.QUEUE)
         default = partial(self.manager.get, DEFAULT_SESSION)
-        self.outputs.configured = [self.outputs.begin(target, default) for target in targets]
+        self.outputs.configured = [Output(target, default, self.outputs) for target in targets]
 
     async def _session_ends(self, session: LiveSession) -> None:
         """Close a session's viewers, outputs and senders."""

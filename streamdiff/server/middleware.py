@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from ipaddress import IPv6Address
 from urllib.parse import urlsplit
 
@@ -117,8 +117,14 @@ class GuardMiddleware:
         async def send_guarded(message: Message) -> None:
             nonlocal started
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
-                started = True
-                _add_headers(message, path, prefix, self._headers)
+                started, headers = True, MutableHeaders(scope=message)
+                headers.update(self._headers)
+                # Below the prefix, as a path: which scheme the client's proxy speaks is not known.
+                if (location := headers.get("location")) is not None:
+                    own = location.startswith("/")  # of a route; the router's redirects are whole, with the prefix
+                    whole = urlsplit(location)._replace(scheme="", netloc="").geturl()
+                    headers["location"] = prefix + location if own else whole
+                headers.setdefault("Cache-Control", "no-cache" if path.startswith("/static") else "no-store")
             await send(message)
 
         try:
@@ -158,17 +164,6 @@ class GuardMiddleware:
         ):
             foreign = connection.headers["origin"]
             raise Problem(403, f"Pages of {foreign[:80]!r} may not use this server.", code="origin")
-
-
-def _add_headers(message: Message, path: str, prefix: str, security: Mapping[str, str]) -> None:
-    """Add what every answer to a request for `path`, below `prefix`, has. A Location becomes a path below the prefix:
-    which scheme the client's proxy speaks is not known."""
-    headers = MutableHeaders(scope=message)
-    headers.update(security)
-    if (location := headers.get("location")) is not None:
-        own = location.startswith("/")  # of a route; the router's redirects are whole addresses, with the prefix
-        headers["location"] = prefix + location if own else urlsplit(location)._replace(scheme="", netloc="").geturl()
-    headers.setdefault("Cache-Control", "no-cache" if path.startswith("/static") else "no-store")
 
 
 def _loading(scope: Scope) -> Response:

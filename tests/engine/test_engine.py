@@ -125,6 +125,14 @@ def ask(engine: Engine, command: Command, kind: type[Event]) -> Event:
     return one(engine.handle(command), kind)
 
 
+def alone(engine: Engine, number: int, prompt: str = RED, seed: int = 1) -> np.ndarray:
+    """The pictures of so many chunks of a session to which nothing else happens; it is closed again."""
+    engine.handle(Open("alone", prompt, seed))
+    made = run(engine, until=chunks(number, engine, "alone"))
+    engine.handle(Close("alone"))
+    return pictures(made, "alone")
+
+
 def test_a_session_makes_numbered_frames_of_the_declared_size(start: Start) -> None:
     engine = start(2)
     ready = engine.ready()
@@ -161,10 +169,7 @@ def test_a_prompt_changes_later_chunks_only_and_nothing_is_written_meanwhile(
 ) -> None:
     caplog.set_level("INFO")
     engine = start(2)
-    engine.handle(Open("a", RED, 1))
-    plain = pictures(run(engine, until=chunks(4, engine)))
-    engine.handle(Close("a"))
-
+    plain = alone(engine, 4)
     engine.handle(Open("a", RED, 1))
     before = run(engine, until=chunks(2, engine))
     accepted = ask(engine, SetPrompt("a", BLUE, "r1"), Accepted)
@@ -187,10 +192,7 @@ def test_a_prompt_changes_later_chunks_only_and_nothing_is_written_meanwhile(
 
 def test_a_reset_equals_a_fresh_stream(start: Start) -> None:
     engine = start(2)
-    engine.handle(Open("fresh", BLUE, 7))
-    fresh = pictures(run(engine, until=chunks(2, engine, "fresh")), "fresh")
-    engine.handle(Close("fresh"))
-
+    fresh = alone(engine, 2, BLUE, 7)
     engine.handle(Open("a", RED, 1))
     before = run(engine, until=chunks(2, engine))
     for _ in range(2):
@@ -207,10 +209,7 @@ def test_a_reset_equals_a_fresh_stream(start: Start) -> None:
 
 def test_a_pause_ends_the_work_and_resume_goes_on_as_if_nothing_was(start: Start) -> None:
     engine = start(2)
-    engine.handle(Open("a", RED, 1))
-    plain = pictures(run(engine, until=chunks(4, engine)))
-    engine.handle(Close("a"))
-
+    plain = alone(engine, 4)
     engine.handle(Open("a", RED, 1))
     events = run(engine, until=chunks(1, engine))
     engine.handle(SetPaused("a", True))
@@ -226,18 +225,15 @@ def test_a_pause_ends_the_work_and_resume_goes_on_as_if_nothing_was(start: Start
 
 def test_sessions_do_not_touch_each_other(start: Start) -> None:
     engine = start(2)
-    alone = {}
-    for name, prompt, seed in (("a", RED, 1), ("b", BLUE, 2)):
-        engine.handle(Open(name, prompt, seed))
-        alone[name] = pictures(run(engine, until=chunks(2, engine, name)), name)
-        engine.handle(Close(name))
+    own = {"a": alone(engine, 2, RED, 1), "b": alone(engine, 2, BLUE, 2)}
     engine.handle(Open("a", RED, 1))
     engine.handle(Open("b", BLUE, 2))
     both = run(engine, until=lambda e: chunks(2, engine)(e) and chunks(2, engine, "b")(e))
-    for name in ("a", "b"):
-        shared = min(len(alone[name]), count(both, name))
-        assert np.array_equal(pictures(both, name)[:shared], alone[name][:shared])
+    for name, made in own.items():
+        shared = min(len(made), count(both, name))
+        assert np.array_equal(pictures(both, name)[:shared], made[:shared])
     assert [e.session for e in engine.handle(Close("a"))] == ["a"]  # type: ignore[union-attr]
+    assert engine.handle(Shown("a", 5)) == [], "a report for a session that is gone is ignored"
     rest = run(engine, until=chunks(1, engine, "b"))
     assert not batches(rest, "a")
 
@@ -281,10 +277,6 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(start: Start, comman
     events = run(engine, until=chunks(1, engine))
     assert one(events, Applied) == Applied("a", batches(events)[0].epoch, 0, 0)
     assert len(engine.handle(Shutdown())) == 1, "only a is open"
-
-
-def test_a_report_for_a_session_that_is_gone_is_ignored(start: Start) -> None:
-    assert start(2).handle(Shown("gone", 5)) == []
 
 
 def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:

@@ -29,7 +29,7 @@ def test_it_is_near_the_model_in_bfloat16(mode: str, tmp_path: Path) -> None:
         )
         generator = torch.Generator().manual_seed(1)
         latents = torch.randn(1, LATENT_CHANNELS, 3, 8, 8, generator=generator).to(gpu, torch.bfloat16)
-        text = torch.randn(1, 16, denoiser.text_width, generator=generator).to(gpu, torch.bfloat16)
+        text = torch.randn(1, 16, denoiser.model.config["text_dim"], generator=generator).to(gpu, torch.bfloat16)
         tokens = denoiser.embed(latents, torch.full((1, 3), 500.0, device=gpu))
         tokens = denoiser.run_blocks(tokens, denoiser.text(text), lambda layer, q, k, v: attend(q, k, v))
         flows.append(denoiser.output_layer(tokens, (3, 8, 8)).float())

@@ -28,12 +28,12 @@ from streamdiff.models.loader import PARTS, ModelLoader
 from streamdiff.models.resolve import resolve_model
 from streamdiff.models.spec import Lora
 from streamdiff.models.text_encoder import find_text_files
-from streamdiff.models.tiny.model import WEIGHTS
 from tests.hub_cache import lay
 from tests.models.layouts import State, assert_same, load, original, prefixed, save, small_state, write_shards
 from tests.models.text_encoder import umt5
 from tests.small import CPU
 from tests.small_vae import original_layout, small_wan_autoencoder
+from training.embedded import WEIGHTS
 
 SIZES = {"num_attention_heads": 1, "attention_head_dim": 128, "in_channels": 16, "out_channels": 16}
 SIZES |= {"text_dim": umt5.WIDTH, "freq_dim": 32, "ffn_dim": 64, "num_layers": 2}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,17 +12,18 @@ import torch
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
-from streamdiff.errors import RequestError
-from streamdiff.pipeline.ring import Ring, local_parts
+from streamdiff.models.model import Model
+from streamdiff.models.spec import CAMERA_CONTROLS, CAMERA_ROWS
+from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.controls import HeldControls
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.context_process import STEERED
 from tests.pipeline.playing import Order, local_ring, pictures_of, play, same
 from tests.saving import save
-from tests.small import CONTROLS, CPU, RED, WHITE, small_model
+from tests.small import CONTROLS, CPU, RED, WHITE, small_model, with_camera
 
 MODEL = small_model(1, layers=4, heads=4, sink=2, controls=CONTROLS)
-KEYS = {0: [{"x": 0.5}], 2: [{"x": 0.0, "jump": 1.0}], 3: [{"jump": 0.0}], 5: [{"pan": 1.0}, {"pan": 0.0}]}
 
 
 def latents(order: Order, chunks: int = 8, stages: int = 1) -> list[torch.Tensor]:
@@ -54,18 +58,6 @@ def test_a_chunk_obeys_from_its_admission_on_and_none_before(kv_context: str) ->
     assert same(at_rest, still)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_sessions_steered_apart_equal_each_alone_on_any_number_of_stages(stages: int) -> None:
-    for max_rows in (1, 4):
-        ring = local_ring(MODEL, CPU, stages, max_rows)
-        together = play(ring, MODEL, STEERED, 9)
-        for name, order in STEERED.items():
-            alone = latents(order, 9)
-            assert same(together[name], alone) if max_rows == 1 else True
-            for one, other in zip(together[name], alone, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
 def test_a_recache_runs_the_past_under_the_controls_that_it_had() -> None:
     """As the same stream whose controls were held all along, and not as one that had none then."""
     first, later = {0: [{"x": 1.0}]}, {0: [{"x": 1.0}], 4: [{"x": 0.0}]}
@@ -97,10 +89,12 @@ def test_a_saved_session_has_the_controls_of_chunks_in_flight_and_nobody_holds_a
     after.close()
 
 
-def engine() -> Engine:
-    made = Engine(StreamingPipeline(MODEL, CPU), 8 * MODEL.spec.chunk_frames)
-    made.handle(messages.Open("s", RED, 3))
-    return made
+@pytest.fixture
+def made() -> Iterator[Engine]:
+    engine = Engine(StreamingPipeline(MODEL, CPU), 8 * MODEL.spec.chunk_frames)
+    engine.handle(messages.Open("s", RED, 3))
+    yield engine
+    engine.close()
 
 
 def events(engine: Engine, kind: type, count: int = 1) -> list[messages.Event]:
@@ -110,8 +104,7 @@ def events(engine: Engine, kind: type, count: int = 1) -> list[messages.Event]:
     return found
 
 
-def test_receipts_name_the_first_chunk_and_frame_that_obey_and_no_epoch_begins() -> None:
-    made = engine()
+def test_receipts_name_the_first_chunk_and_frame_that_obey_and_no_epoch_begins(made: Engine) -> None:
     events(made, messages.FrameBatch)
     (accepted,) = made.handle(messages.SetControls("s", {"x": 1.0}, "a"))
     assert isinstance(accepted, messages.Accepted) and accepted.epoch == 0
@@ -125,11 +118,9 @@ def test_receipts_name_the_first_chunk_and_frame_that_obey_and_no_epoch_begins()
     assert isinstance(following, messages.FrameBatch)
     assert applied.requests == ("a",) and applied.chunk == following.chunk >= 1
     assert applied.first_frame == following.first and not any(isinstance(e, messages.Applied) for e in found)
-    made.close()
 
 
-def test_keys_stay_down_over_a_reset_and_its_first_chunk_obeys() -> None:
-    made = engine()
+def test_keys_stay_down_over_a_reset_and_its_first_chunk_obeys(made: Engine) -> None:
     made.handle(messages.SetControls("s", {"x": 1.0}, "before"))
     events(made, messages.ControlsApplied)
     for request, values in (("held", {"pan": 0.5}), ("later", {"jump": 1.0})):
@@ -139,40 +130,97 @@ def test_keys_stay_down_over_a_reset_and_its_first_chunk_obeys() -> None:
     assert isinstance(applied, messages.ControlsApplied)
     assert (applied.requests, applied.chunk) == (("held", "later"), 0)
     assert made._pipeline.sampler.sessions[0].controls[0].tolist() == [[1, 0.5, 1]] * MODEL.spec.chunk_latents
-    made.close()
 
 
-def test_a_paused_session_remembers_a_bounded_number_of_requests() -> None:
-    made = engine()
+def test_a_paused_session_remembers_a_bounded_number_of_requests(made: Engine) -> None:
     made.handle(messages.SetPaused("s", True))
     for number in range(1000):
         made.handle(messages.SetControls("s", {"x": number / 1000}, str(number)))
     assert list(made._sessions["s"]._control_requests) == [str(number) for number in range(744, 1000)]
-    made.close()
 
 
-def test_a_steered_session_is_made_no_further_ahead_than_it_must() -> None:
-    made = engine()
+def test_a_steered_session_is_made_no_further_ahead_than_it_must(made: Engine) -> None:
     made.handle(messages.SetControls("s", {"x": 1.0}))
     frames = 0
     while made.busy:
         frames += sum(len(event.pictures) for event in made.step(0.1) if isinstance(event, messages.FrameBatch))
     assert frames == 2 * MODEL.spec.chunk_frames, "the chunk on show, and one more"
-    made.close()
 
 
 @pytest.mark.parametrize("values", [{"y": 1.0}, {"x": 1.5}, {"x": float("nan")}, {"x": 1.0, "jump": 0.5}])
-def test_what_the_model_cannot_do_is_refused_whole(values: dict[str, float]) -> None:
-    made = engine()
+def test_what_the_model_cannot_do_is_refused_whole(made: Engine, values: dict[str, float]) -> None:
     (refused,) = made.handle(messages.SetControls("s", values, "a"))
     assert isinstance(refused, messages.Refused) and refused.field in ("control", *values)
     assert not made._pipeline.sampler.sessions[0].held.held
-    made.close()
 
 
-def test_a_model_without_controls_refuses_each_by_name() -> None:
-    ring = Ring(small_model(1), CPU)
-    ring.open(0, small_model(1).text.encode(WHITE), epoch=0, steps=4, kv_context="clean")
-    with pytest.raises(RequestError) as refusal:
-        ring.set_controls(0, {"x": 1.0})
-    assert refusal.value.code == "control" and "has none" in str(refusal.value)
+# ---- a camera --------------------------------------------------------------------------------------------------------
+
+
+def camera_model() -> Model:
+    """Chunks of 2 latent frames, of which a window has 5 and the sink 3; positions end at 8."""
+    small = small_model(1, layers=4, heads=4, planes=0, window=5, sink=3)
+    spec = replace(
+        small.spec, controls=CAMERA_CONTROLS, action_rows=CAMERA_ROWS, rope="absolute", positions=8, width=32, height=32
+    )
+    return replace(small, spec=spec, denoiser=WanDenoiser(with_camera(small.denoiser.model)))
+
+
+WORLD = camera_model()
+LOOKING = {
+    0: Order(RED, 5, 4, "clean", switch="recache", keys={1: [{"forward": 1.0}], 3: [{"look_right": -0.5}]}),
+    1: Order(RED, 5, 4, "clean", keys={2: [{"look_up": 1.0}, {"look_up": 0.0}], 5: [{"right": -1.0}]}),
+    2: Order(WHITE, 6, 4, "staircase", keys={0: [{"forward": -1.0, "look_right": 1.0}]}),
+}
+
+
+def seen(order: Order, stages: int = 1, keeps: bool = True) -> list[torch.Tensor]:
+    ring = local_ring(WORLD, CPU, stages)
+    for stage in (ring.stage, *(worker.stage for worker in ring.local)):
+        stage.keeps_cameras = keeps
+    return play(ring, WORLD, {0: order}, 7)[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("model", "orders"), [(MODEL, STEERED), (WORLD, LOOKING)], ids=["controls", "camera"])
+def test_sessions_steered_apart_equal_each_alone_on_any_number_of_stages(
+    model: Model, orders: dict[int, Order], stages: int
+) -> None:
+    alone = {name: play(local_ring(model, CPU), model, {0: order}, 9)[0] for name, order in orders.items()}
+    for max_rows in (1, len(orders)):
+        together = play(local_ring(model, CPU, stages, max_rows), model, orders, 9)
+        assert max_rows > 1 or all(same(together[name], alone[name]) for name in orders)
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_key_is_obeyed_from_its_chunk_on() -> None:
+    still, walking = (
+        seen(Order(RED, 5, 4, "clean", 99)),
+        seen(Order(RED, 5, 4, "clean", 99, keys={3: [{"forward": 1}]})),
+    )
+    assert same(still[:3], walking[:3])
+    assert all((one - other).norm() > 0.05 * one.norm() for one, other in zip(still[3:], walking[3:], strict=True))
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_what_cameras_do_is_the_same_once_per_chunk_and_step_by_step(name: int) -> None:
+    assert same(seen(LOOKING[name], 2), seen(LOOKING[name], 2, keeps=False))
+    ring = local_ring(WORLD, CPU)
+    play(ring, WORLD, {0: replace(LOOKING[name], keys={})}, 4)
+    assert len(ring.stage.sessions[0].steered) <= 6, "only chunks in flight are kept"
+
+
+def test_a_saved_world_looks_where_it_looked() -> None:
+    before, after = (StreamingPipeline(WORLD, CPU, parts=local_parts(WORLD, CPU, 2)) for _ in range(2))
+    count = 5 * WORLD.spec.chunk_frames
+    before.open(0, before.text.encode(RED), seed=3, epoch=0, steps=4, kv_context="clean")
+    before.set_controls(0, {"look_right": 1.0})
+    pictures_of(before, count)
+    before.set_controls(0, {"look_right": 0.0, "forward": 1.0})  # ahead is where it looks by now
+    snapshot, _ = save(before, 0)
+    after.resting.load(0, snapshot)
+    assert after.sampler.sessions[0].heading.yaw > 0
+    after.set_controls(0, {"forward": 1.0})
+    assert all(map(np.array_equal, pictures_of(before, count), pictures_of(after, count)))
+    before.close()
+    after.close()

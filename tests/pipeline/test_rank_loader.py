@@ -85,7 +85,7 @@ def test_what_was_taken_is_what_the_transformer_runs(
     trial = partial(
         attention_backend.try_attention,
         candidates=("sdpa", "flash"),
-        stopwatch=lambda call, device: (call(), next(times))[1],
+        stopwatch=lambda call: (call(), next(times))[1],
     )
     monkeypatch.setattr(attention_backend, "try_attention", trial)
     caplog.set_level("INFO")

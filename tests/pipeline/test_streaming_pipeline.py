@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def drain(runtime: StreamingPipeline) -> list[Frames]:
 
 def pictures(pieces: list[Frames]) -> np.ndarray:
     return np.concatenate([piece.pictures for piece in pieces])
+
+
+def alone(chunks: int, text: str = RED, kv_context: str = "clean", seed: int = 1) -> np.ndarray:
+    """The pictures of a session on a pipeline of its own."""
+    with closing(StreamingPipeline(MODEL, CPU)) as pipeline:
+        open_session(pipeline, 0, text, kv_context, seed)
+        return pictures(take(pipeline, 0, chunks))[: chunks * CHUNK]
 
 
 def test_the_frames_are_the_decoded_latents(runtime: StreamingPipeline) -> None:
@@ -139,10 +147,7 @@ def test_a_closed_session_gives_no_more_frames_even_in_the_middle_of_decoding(ru
     assert {piece.session for piece in take(runtime, 1, 1)} == {1}
     open_session(runtime, 0, WHITE, seed=3)  # the slot can be used again
     reopened = pictures(take(runtime, 0, 1))[:CHUNK]  # one look may find more than one chunk decoded
-    fresh = StreamingPipeline(MODEL, CPU)
-    open_session(fresh, 0, WHITE, seed=3)
-    assert np.array_equal(reopened, pictures(take(fresh, 0, 1))[:CHUNK])
-    fresh.close()
+    assert np.array_equal(reopened, alone(1, WHITE, seed=3))
 
 
 @pytest.mark.slow
@@ -159,10 +164,7 @@ def test_after_a_reset_come_the_frames_of_a_fresh_stream(
     assert not runtime.scheduler.has_work, "a reset session waits for room"
     pieces = take(runtime, 0, 3)
     assert {piece.epoch for piece in pieces} == {4} and pieces[0].chunk == 0
-    fresh = StreamingPipeline(MODEL, CPU)
-    open_session(fresh, text=BLUE, kv_context=kv_context, seed=9)
-    assert np.array_equal(pictures(pieces)[: 3 * CHUNK], pictures(take(fresh, 0, 3))[: 3 * CHUNK])
-    fresh.close()
+    assert np.array_equal(pictures(pieces)[: 3 * CHUNK], alone(3, BLUE, kv_context, seed=9))
 
 
 def test_a_session_that_cannot_be_decoded_is_told_and_one_after_the_other_ends_the_pipeline() -> None:
@@ -211,9 +213,7 @@ def test_a_first_step_that_runs_once_more_takes_no_more_of_the_lead(runtime: Str
     spoil_first_steps(runtime)
     taken = pictures(take(runtime, 0, 5, room=CHUNK))[: 5 * CHUNK]
     runtime.close_session(0)
-    open_session(plain := StreamingPipeline(MODEL, CPU))
-    assert np.array_equal(taken, pictures(take(plain, 0, 5))[: 5 * CHUNK])
-    plain.close()
+    assert np.array_equal(taken, alone(5))
 
 
 @pytest.mark.parametrize("way", ["close", "reset"])
@@ -230,10 +230,7 @@ def test_a_first_step_that_was_to_run_once_more_goes_with_its_stream(runtime: St
         open_session(runtime)
     else:
         runtime.reset(0, text, seed=1, epoch=1)
-    open_session(plain := StreamingPipeline(MODEL, CPU))
-    taken = pictures(take(runtime, 0, 3, room=CHUNK))[: 3 * CHUNK]
-    assert np.array_equal(taken, pictures(take(plain, 0, 3))[: 3 * CHUNK])
-    plain.close()
+    assert np.array_equal(pictures(take(runtime, 0, 3, room=CHUNK))[: 3 * CHUNK], alone(3))
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import torch
 
 from streamdiff.core import Frames
 from streamdiff.device import embedded_autoencoder_dtype
-from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.snapshot.file import Snapshot, mapped
@@ -21,6 +20,7 @@ from tests.pipeline.processes import run_ranks
 from tests.saving import save
 from tests.small import CPU, RED, WHITE, small_model
 from tests.swap_files import swap_files
+from training.embedded import WEIGHTS, load_model
 
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames

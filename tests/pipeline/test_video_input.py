@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -83,26 +84,28 @@ class Fed(StreamingPipeline):
 
 
 @pytest.fixture
-def pipeline() -> Iterator[Fed]:
-    made = Fed()
-    yield made
-    made.close()
+def fed() -> Iterator[Callable[..., Fed]]:
+    """Makes them."""
+    with ExitStack() as ends:
+        yield lambda *given, **options: ends.enter_context(closing(Fed(*given, **options)))
+
+
+@pytest.fixture
+def pipeline(fed: Callable[..., Fed]) -> Fed:
+    return fed()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
-def test_neither_stages_nor_pieces_change_a_bit(pipeline: Fed, kv_context: str) -> None:
+def test_neither_stages_nor_pieces_change_a_bit(fed: Callable[..., Fed], pipeline: Fed, kv_context: str) -> None:
     pipeline.begin(kv_context)
     pipeline.set_input(0, 0.7, epoch=1)
     alone = pipeline.play(clip(CHUNKS + 4), CHUNKS)
     for stages, piece in ((2, 3), (4, FRAMES + 1)):
-        ring = Fed(stages)
-        try:
-            ring.begin(kv_context)
-            ring.set_input(0, 0.7, epoch=1)
-            assert same(ring.play(clip(CHUNKS + 4), CHUNKS, piece), alone)
-        finally:
-            ring.close()
+        ring = fed(stages)
+        ring.begin(kv_context)
+        ring.set_input(0, 0.7, epoch=1)
+        assert same(ring.play(clip(CHUNKS + 4), CHUNKS, piece), alone)
 
 
 def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fed) -> None:
@@ -122,30 +125,26 @@ def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fe
     assert pipeline.usage().used == 2 * FRAMES
 
 
-def test_of_what_comes_too_fast_the_newest_is_used() -> None:
+def test_of_what_comes_too_fast_the_newest_is_used(fed: Callable[..., Fed]) -> None:
     held = threading.Event()
 
     def load() -> VideoAutoencoder:
         assert held.wait(240)
         return small_encoder(4)
 
-    pipeline, other = Fed(load=load), Fed()
-    try:
-        pipeline.begin()
-        pipeline.set_input(0, 0.5, epoch=1)
-        video = clip(9)
-        for begin in range(0, len(video), 3):
-            pipeline.video.feed(0, video[begin : begin + 3])
-        held.set()
-        pipeline.settle()
-        assert pipeline.usage().dropped == len(video) - MAX_UNENCODED * FRAMES
-        other.begin()
-        other.set_input(0, 0.5, epoch=1)
-        newest = other.play(video[-MAX_UNENCODED * FRAMES :], MAX_UNENCODED)
-        assert same(pipeline.made[0], newest)
-    finally:
-        pipeline.close()
-        other.close()
+    pipeline, other = fed(load=load), fed()
+    pipeline.begin()
+    pipeline.set_input(0, 0.5, epoch=1)
+    video = clip(9)
+    for begin in range(0, len(video), 3):
+        pipeline.video.feed(0, video[begin : begin + 3])
+    held.set()
+    pipeline.settle()
+    assert pipeline.usage().dropped == len(video) - MAX_UNENCODED * FRAMES
+    other.begin()
+    other.set_input(0, 0.5, epoch=1)
+    newest = other.play(video[-MAX_UNENCODED * FRAMES :], MAX_UNENCODED)
+    assert same(pipeline.made[0], newest)
 
 
 def test_a_chunk_that_always_waits_behind_another_is_left_out() -> None:
@@ -176,7 +175,7 @@ def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:
         pipeline.turn()
 
 
-def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
+def test_video_that_cannot_be_encoded_ends_the_input_alone(fed: Callable[..., Fed]) -> None:
     class Broken:
         first_frames = temporal = 4
         device = CPU
@@ -187,17 +186,14 @@ def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
         def encode(self, video: Tensor, memory: Any) -> Tensor:
             raise RuntimeError("no memory for it")
 
-    pipeline = Fed(load=Broken)  # type: ignore[arg-type]
-    try:
-        pipeline.begin()
-        pipeline.set_input(0, 0.5, epoch=1)
-        pipeline.video.feed(0, clip(1))
-        while len(pipeline.made.get(0, [])) < 2:
-            pipeline.turn()
-        assert pipeline.usage().fault == "no memory for it"
-        assert pipeline.usage().used == 0
-    finally:
-        pipeline.close()
+    pipeline = fed(load=Broken)
+    pipeline.begin()
+    pipeline.set_input(0, 0.5, epoch=1)
+    pipeline.video.feed(0, clip(1))
+    while len(pipeline.made.get(0, [])) < 2:
+        pipeline.turn()
+    assert pipeline.usage().fault == "no memory for it"
+    assert pipeline.usage().used == 0
 
 
 def test_more_motion_less_noise_and_no_later_step_adds_more_than_the_first() -> None:
@@ -226,18 +222,16 @@ def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
     for strength in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(RequestError, match="strength is"):
             pipeline.set_input(0, strength, epoch=1)
-    without = StreamingPipeline(MODEL, CPU)
-    try:
-        with pytest.raises(RequestError, match="encodes no video"):
-            without.video.check_input(0.5)
-    finally:
-        without.close()
+    with closing(StreamingPipeline(MODEL, CPU)) as without, pytest.raises(RequestError, match="encodes no video"):
+        without.video.check_input(0.5)
     pipeline.video.feed(0, clip(1))  # to nobody
     assert pipeline.video.input_figures(0) is None
 
 
 @pytest.mark.parametrize("entered", [0, 1, 2])
-def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(pipeline: Fed, entered: int) -> None:
+def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(
+    fed: Callable[..., Fed], entered: int
+) -> None:
     latents = torch.randn(4, *SPEC.chunk_shape, generator=torch.Generator().manual_seed(0))
 
     def first_chunk(made: Fed, changes: bool) -> Tensor:
@@ -252,29 +246,24 @@ def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(pi
         assert not changes
         return made.made[0][0]
 
-    plain = Fed()
-    try:
-        assert torch.equal(first_chunk(pipeline, True), first_chunk(plain, False))
-    finally:
-        plain.close()
+    assert torch.equal(first_chunk(fed(), True), first_chunk(fed(), False))
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "same_step"])
-def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fed, kv_context: str) -> None:
+def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(
+    fed: Callable[..., Fed], pipeline: Fed, kv_context: str
+) -> None:
     pipeline.begin(kv_context)
     pipeline.set_input(0, 0.5, epoch=1)
     pipeline.video.feed(0, clip(1))
     while not (chunks := pipeline.scheduler.session(0).chunks) or chunks[0].entered < 1:
         pipeline.turn()
     snapshot, _ = save(pipeline, 0)
-    loaded = Fed()
-    try:
-        loaded.resting.load(0, snapshot)
-        for each in (pipeline, loaded):
-            while not each.made.get(0):
-                each.turn()
-        assert torch.equal(pipeline.made[0][0], loaded.made[0][0])
-        head = snapshot.trees["head"]["fields"]["sampler"]["fields"]["video_levels"]
-        assert "0.5" in json.dumps(head)
-    finally:
-        loaded.close()
+    loaded = fed()
+    loaded.resting.load(0, snapshot)
+    for each in (pipeline, loaded):
+        while not each.made.get(0):
+            each.turn()
+    assert torch.equal(pipeline.made[0][0], loaded.made[0][0])
+    head = snapshot.trees["head"]["fields"]["sampler"]["fields"]["video_levels"]
+    assert "0.5" in json.dumps(head)

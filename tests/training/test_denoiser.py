@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny import model
 from streamdiff.models.transformer.wan import add_controls, attend
 from tests.small import untrained_autoencoder
+from training import embedded as model
 from training.__main__ import stream_settings
 from training.autoencoder import AUTOENCODER
 from training.batches import Pool, TrackEncoder

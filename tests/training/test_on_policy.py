@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
-from streamdiff.models.tiny import model
 from streamdiff.models.tiny.scene import Scene, Thing
 from tests.small import CPU, dice, untrained_autoencoder
 from training import denoiser
+from training import embedded as model
 from training.batches import TrackEncoder
 from training.denoiser import rollout_step
 from training.network import Network

@@ -21,10 +21,10 @@ from benchmarks import report
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder, TaehvMemory
-from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.prompts import canonical
 from streamdiff.models.tiny.scene import SIZES, Scene
 from training.autoencoder import AUTOENCODER, encode_groups
+from training.embedded import WEIGHTS
 from training.judges.contact_sheet import Strip, write_sheet
 from training.judges.world_judge import ATTRIBUTES, Verdict, describe, judge, mistake, shares
 from training.scene_rows import COLUMN, from_row

@@ -24,8 +24,8 @@ from streamdiff.device import pick_device
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TaehvAutoencoder, TaehvMemory
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.tiny import model
 from streamdiff.models.tiny.scene import CAMERAS, Scene
+from training import embedded as model
 from training.batches import TrackEncoder
 from training.denoiser import stream_flow
 from training.judges.world_judge import Verdict, judge

@@ -294,7 +294,7 @@ def load_subject(folder: Path, device: torch.device, config: ModelConfig = PLAIN
     Raises:
         ConfigError: the folder is no model, or the sink does not fit into its window.
     """
-    from streamdiff.models.tiny import model as tiny
+    from training import embedded as tiny
     from training.judges.rollout import rollout
 
     loaded = tiny.load_model(folder, device, decoder_dtype=embedded_autoencoder_dtype(device))

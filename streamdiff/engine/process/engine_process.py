@@ -16,7 +16,6 @@ import signal
 import sys
 from asyncio.subprocess import STDOUT, Process
 from collections import deque
-from contextlib import aclosing
 from pathlib import Path
 
 from streamdiff import child_process
@@ -56,13 +55,6 @@ def loading_limit_s(config: Config) -> float:
     return _COMPILE_LIMIT_S if may_compile(config.model) else _START_LIMIT_S
 
 
-def _ending_limit_s(config: Config) -> float:
-    """How long an engine may take to end: more for ranks, and much more where it may have a trace to write."""
-    if config.model.trace is not None:
-        return _STOP_TRACED_LIMIT_S
-    return _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
-
-
 class EngineProcess:
     """One engine process, from start to end; with several ranks, a launcher and its ranks, unless torchrun has started
     this process as the first of them."""
@@ -78,12 +70,14 @@ class EngineProcess:
         """Args:
         start_limit_s: how long the process may be silent while it loads and warms up, which may take any time; by
             default `loading_limit_s`.
-        stop_limit_s: how long the process may take to end by itself before it is killed.
+        stop_limit_s: how long the process may take to end by itself before it is killed; by default more for ranks,
+            and much more where it may have a trace to write.
         module: what runs with `python -m`; takes `--address`.
         """
         self._config = config
         self._silence_limit_s = start_limit_s or loading_limit_s(config)
-        self._stop_limit_s = stop_limit_s or _ending_limit_s(config)
+        ending_s = _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
+        self._stop_limit_s = stop_limit_s or (ending_s if config.model.trace is None else _STOP_TRACED_LIMIT_S)
         self._module = module
         self._folder: Path | None = None
         self._process: Process | None = None
@@ -163,7 +157,7 @@ class EngineProcess:
         self._watching = asyncio.create_task(self._watch(self._process, self._ipc), name="engine-watch")
 
     async def _until_ready(self, ipc: EngineClient) -> Ready:
-        async with aclosing(ipc.events()) as events:
+        async with contextlib.aclosing(ipc.events()) as events:
             event = await anext(events, None)
         if isinstance(event, Ready):
             return event
@@ -180,7 +174,10 @@ class EngineProcess:
         while data := await process.stdout.read(8192):
             self._written += len(data)
             text = decoder.decode(data)
-            self._forward_output(text)
+            if self._config.serve.log_format == "text" and sys.stderr is not None:  # it may be closed
+                with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
             *lines, rest = _LINE_END.split(rest + text)
             self._keep_lines(lines)
             rest = rest[-_LINE_CHARACTERS:]
@@ -212,12 +209,6 @@ class EngineProcess:
         self._silent = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             self._process.kill()
-
-    def _forward_output(self, text: str) -> None:
-        if self._config.serve.log_format == "text" and sys.stderr is not None:  # it may be closed
-            with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
-                sys.stderr.write(text)
-                sys.stderr.flush()
 
     def _keep_lines(self, lines: list[str]) -> None:
         """Keep the last lines of output for the failure reason, and log them where the log is JSON. Mutates: self."""

@@ -19,16 +19,8 @@ from streamdiff.config import EMBEDDED
 from streamdiff.device import side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
-from streamdiff.models.autoencoder import wan
+from streamdiff.models.autoencoder import taehv, wan
 from streamdiff.models.autoencoder.picture_decoder import Normalisation, VideoAutoencoder
-from streamdiff.models.autoencoder.taehv import (
-    TAEHV,
-    TAEHV_CLASS,
-    TaehvAutoencoder,
-    TaehvConfig,
-    is_taehv,
-    read_taehv,
-)
 from streamdiff.models.autoencoder.wan import Half, WanAutoencoder
 from streamdiff.models.catalogue import Files
 from streamdiff.models.checkpoint import check_fit, draw, load_module, read_tensors
@@ -44,7 +36,7 @@ Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_autoencoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
     f"{catalogue.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
-    f"{catalogue.RANDOM}taew2_1": lambda: TAEHV(TaehvConfig()),
+    f"{catalogue.RANDOM}taew2_1": lambda: taehv.TAEHV(taehv.TaehvConfig()),
 }
 
 
@@ -71,7 +63,7 @@ def load_autoencoder(
     if str(path) in _RANDOM:
         with torch.device("meta"):
             module = _RANDOM[str(path)]()
-        needed = ("",) if isinstance(module, TAEHV) else wan.WAN_PREFIXES[half]
+        needed = ("",) if isinstance(module, taehv.TAEHV) else wan.WAN_PREFIXES[half]
         return build(place, draw(module, needed, device, dtype), None, half, "normalised", device, dtype)
     config, tensors = _opened(place, latent_space)
     return build(place, tensors, config, half, latent_space, device, dtype)
@@ -103,7 +95,7 @@ def check_autoencoder(path: Location, half: Half, latent_space: str | None, spec
 def _opened(place: Path, latent_space: str | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Configuration and tensors, which lie in their file. Raises ConfigError for a latent space that cannot be said."""
     config, tensors = _read_config(place), read_tensors(place / FILE if place.is_dir() else place)
-    if place.is_file() and is_taehv(tensors):
+    if place.is_file() and taehv.is_taehv(tensors):
         config = None
     elif latent_space is not None:
         raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
@@ -190,22 +182,23 @@ def build(
         ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed; or sizes, or a latent
             space, that nothing tells.
     """
-    normalisation, taehv = None, is_taehv(tensors) if config is None else config.get("_class_name") == TAEHV_CLASS
-    if taehv:
-        shape, normalisation = read_taehv(path, tensors, config, latent_space, device)
+    normalisation = None
+    small = taehv.is_taehv(tensors) if config is None else config.get("_class_name") == taehv.TAEHV_CLASS
+    if small:
+        shape, normalisation = taehv.read_taehv(path, tensors, config, latent_space, device)
         if half != "decoder" and not shape.has_encoder:
             raise ConfigError(f"{path} has a decoder alone, so it cannot encode; use a file with both halves")
     else:
         tensors, config = wan.read_wan(path, tensors, config)
     with torch.device("meta"):
-        network: Any = TAEHV(shape) if taehv else AutoencoderKLWan.from_config(config)
+        network: Any = taehv.TAEHV(shape) if small else AutoencoderKLWan.from_config(config)
     if dtype is None:
         check_fit(path, tensors, {name: tensor.shape for name, tensor in network.state_dict().items()})
     else:
-        load_module(network, path, tensors, device, dtype, ("",) if taehv else wan.WAN_PREFIXES[half])
-        if taehv:
+        load_module(network, path, tensors, device, dtype, ("",) if small else wan.WAN_PREFIXES[half])
+        if small:
             network.to(memory_format=torch.channels_last)
-    return TaehvAutoencoder(network, normalisation) if taehv else WanAutoencoder(network)
+    return taehv.TaehvAutoencoder(network, normalisation) if small else WanAutoencoder(network)
 
 
 def _read_config(place: Path) -> dict[str, Any] | None:
@@ -220,11 +213,11 @@ def _read_config(place: Path) -> dict[str, Any] | None:
     path = (place if place.is_dir() else place.parent) / "config.json"
     stored = read_object(path) if path.is_file() else {}
     kind = stored.get("_class_name")
-    if kind in (wan.WAN_CLASS, TAEHV_CLASS):
+    if kind in (wan.WAN_CLASS, taehv.TAEHV_CLASS):
         return stored
     if place.is_dir():
         held = f"_class_name {kind!r}" if stored else "nothing"
-        raise ConfigError(f"{path} says {held}; an autoencoder's says {wan.WAN_CLASS} or {TAEHV_CLASS}")
+        raise ConfigError(f"{path} says {held}; an autoencoder's says {wan.WAN_CLASS} or {taehv.TAEHV_CLASS}")
     return None
 
 

@@ -1,6 +1,5 @@
-"""The embedded model as one object, from its folder in diffusers' layout (`tiny.folder`): a word-level tokenizer and a
-small UMT5, as in Wan; a transformer; an autoencoder.
-"""
+"""The embedded model's text encoder, from its folder in diffusers' layout (`tiny.folder`): a word-level tokenizer and a
+small UMT5, as in Wan."""
 
 from __future__ import annotations
 
@@ -14,19 +13,9 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.autoencoder import load_autoencoder
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.model import Model
-from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ParsedPrompt, TextEncoder
 from streamdiff.models.tiny import prompts
-from streamdiff.models.tiny.folder import read_folder
-from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.models.transformer.weights import load_transformer, open_transformer
 
-TEXT_TOKENS = 32
-WIDTH = 64
-PAD, UNKNOWN = "<pad>", "<unk>"
 WORDS = prompts.known_words()
 """Of the sentences that prompts are turned into."""
 
@@ -65,7 +54,7 @@ class TinyText(TextEncoder):
         return prompts.read(prompt, previous)
 
     def encode(self, text: str) -> Tensor:
-        """Embeddings `[tokens, WIDTH]` of one text, as many tokens as the tokenizer pads to."""
+        """Embeddings `[tokens, width]` of one text, as many tokens as the tokenizer pads to."""
         with torch.inference_mode():
             return self.embed(self.tokens([text]))[0]
 
@@ -75,25 +64,7 @@ class TinyText(TextEncoder):
         return torch.tensor(rows, device=self.encoder.device)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings `[N, tokens, WIDTH]`; padding is zero, as in Wan."""
+        """Embeddings `[N, tokens, width]`; padding is zero, as in Wan."""
         mask = (ids != 0).long()
         hidden: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         return hidden * mask.unsqueeze(-1).to(hidden.dtype)
-
-
-WEIGHTS = EMBEDDED_WEIGHTS
-
-
-def load_model(
-    folder: Path, device: torch.device, name: str = "tiny", decoder_dtype: torch.dtype = torch.float32
-) -> Model:
-    """All of the model under `folder`, in float32, but the decoder in `decoder_dtype`: a server's is in
-    `device.embedded_autoencoder_dtype`.
-
-    Raises:
-        ConfigError: the folder or one of its parts is missing, or the weights do not fit the configuration.
-    """
-    spec = read_folder(folder, name).spec
-    weights = load_transformer(open_transformer(folder / "transformer"), device=device, dtype=torch.float32)
-    decoder = PictureDecoder(load_autoencoder(folder / "vae", "decoder", device, decoder_dtype))
-    return Model(spec, WanDenoiser(weights, len(spec.controls)), TinyText.load(folder, device), decoder)

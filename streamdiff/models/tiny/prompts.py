@@ -16,23 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamdiff.models.spec import ParsedPrompt
-from streamdiff.models.tiny.scene import (
-    COLOR_NAMES,
-    PHRASES,
-    SETTING_TABLES,
-    SHAPES,
-    SPEEDS,
-    THING_TABLES,
-    WORLD,
-    Scene,
-    Thing,
-    plain,
-)
+from streamdiff.models.tiny import scene as scenes
+from streamdiff.models.tiny.scene import Scene, Thing, plain
 
 TABLE = Path(__file__).parent / "words.txt"
-EXAMPLES: tuple[str, ...] = tuple(WORLD["examples"])
-SUGGESTIONS: tuple[tuple[str, ...], ...] = tuple(map(tuple, WORLD["suggestions"]))
-VOCABULARY: str = WORLD["vocabulary"]
+EXAMPLES: tuple[str, ...] = tuple(scenes.WORLD["examples"])
+SUGGESTIONS: tuple[tuple[str, ...], ...] = tuple(map(tuple, scenes.WORLD["suggestions"]))
+VOCABULARY: str = scenes.WORLD["vocabulary"]
 DEFAULT = Scene()
 MOST_REMARKS = 4
 _OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
@@ -54,12 +44,12 @@ _ALIKE = (0.75, 0.8)
 def canonical(scene: Scene) -> str:
     """The sentence for `scene`. What a prompt means unless it says otherwise (large, by day, ...) is left out."""
     things = " and ".join(map(_thing_words, scene.things))
-    return f"{things} {''.join(PHRASES[name][getattr(scene, name)] for name in SETTING_TABLES)}"
+    return f"{things} {''.join(scenes.PHRASES[name][getattr(scene, name)] for name in scenes.SETTING_TABLES)}"
 
 
 def _thing_words(thing: Thing) -> str:
-    size, motion = PHRASES["size"][thing.size], PHRASES["motion"][thing.motion]
-    speed = "" if thing.motion == "still" else PHRASES["speed"][thing.speed]
+    size, motion = scenes.PHRASES["size"][thing.size], scenes.PHRASES["motion"][thing.motion]
+    speed = "" if thing.motion == "still" else scenes.PHRASES["speed"][thing.speed]
     return _with_article(f"{size}{thing.color} {thing.shape} {motion}{speed}")
 
 
@@ -69,7 +59,7 @@ def _with_article(words: str) -> str:
 
 def known_words() -> list[str]:
     """Every word of the sentences, sorted: the tokenizer's vocabulary."""
-    phrases = [phrase for table in PHRASES.values() for phrase in table.values()]
+    phrases = [phrase for table in scenes.PHRASES.values() for phrase in table.values()]
     return sorted(set(words_of(" ".join([*phrases, "a an and"]))))
 
 
@@ -131,7 +121,7 @@ def _remarks(request: Request, before: Scene, scene: Scene) -> list[str]:
             if word.misspelt:
                 remarks[typed] = f"“{typed}”: I read “{word.entry}”."
             if "cannot" in word.says:
-                remarks[typed] = f"“{typed}”: {WORLD['cannot'][word.says['cannot']]}."
+                remarks[typed] = f"“{typed}”: {scenes.WORLD['cannot'][word.says['cannot']]}."
             if not word.exact and (nearest := _nearest(word, group, request, scene)):
                 remarks[typed] = f"“{typed}”: I draw {nearest}."
             dropped = sum("shape" in each.says for each in request.words) > 2  # the color may be that of a third thing
@@ -163,7 +153,7 @@ def _nearest(word: Word, group: Group, request: Request, scene: Scene) -> str:
         of_color = [thing for thing in alike if thing.color == group.named.get("color", thing.color)]
         for thing in [*of_color, *alike][:1]:
             return _with_article(f"{thing.color} {thing.shape}")
-    return " and ".join(WORLD["drawn"].get(name, {}).get(value, value) for name, value in won.items())
+    return " and ".join(scenes.WORLD["drawn"].get(name, {}).get(value, value) for name, value in won.items())
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -273,7 +263,7 @@ class Group:
         self.words = words
         self.said: dict[str, Word] = {}
         for word in words:
-            for name in THING_TABLES.keys() & word.says.keys():
+            for name in scenes.THING_TABLES.keys() & word.says.keys():
                 if name not in self.said or (word.exact and not self.said[name].exact):
                     self.said[name] = word
         self.changes, self.two = _values(words, "change"), "two" in _values(words, "count")
@@ -310,7 +300,7 @@ class Request:
         self.words, self.spoken, self.uncolored = words, spoken, uncolored
         self.groups, self.target, self.setting = spoken, dict[str, str](), dict[str, Word]()
         for word in words:
-            for name in SETTING_TABLES.keys() & word.says.keys():
+            for name in scenes.SETTING_TABLES.keys() & word.says.keys():
                 if word.exact or name not in self.setting or not self.setting[name].exact:  # the last word counts
                     self.setting[name] = word
         self.ends = set(_values(words, "end"))
@@ -362,7 +352,7 @@ def _colors_of_setting(words: list[Word]) -> list[int]:
 
     def setting(word: Word) -> bool:
         # "blue in the rain" is a blue thing: only nouns have colors, not "in the rain"
-        only_setting = word.says and word.says.keys() <= SETTING_TABLES.keys()
+        only_setting = word.says and word.says.keys() <= scenes.SETTING_TABLES.keys()
         place = bool(only_setting) and word.entry.split()[0] not in word_table().fillers
         return place or word.entry in _BACKGROUNDS
 
@@ -494,8 +484,8 @@ def _removed(request: Request, groups: list[Group], before: Scene) -> Scene:
 
 def _beside(thing: Thing) -> Thing:
     """A second thing of which nothing is said: unlike the first in color and shape, and going the other way."""
-    color = COLOR_NAMES[(COLOR_NAMES.index(thing.color) + 4) % len(COLOR_NAMES)]
-    shape = SHAPES[(SHAPES.index(thing.shape) + 3) % len(SHAPES)]
+    color = scenes.COLOR_NAMES[(scenes.COLOR_NAMES.index(thing.color) + 4) % len(scenes.COLOR_NAMES)]
+    shape = scenes.SHAPES[(scenes.SHAPES.index(thing.shape) + 3) % len(scenes.SHAPES)]
     return Thing(color, shape, _OPPOSITE.get(thing.motion, thing.motion))
 
 
@@ -509,6 +499,6 @@ def _changed(group: Group, thing: Thing) -> Thing:
         if change == "reverse":
             thing = replace(thing, motion=_OPPOSITE.get(thing.motion, thing.motion))
         else:
-            rank = SPEEDS.index(thing.speed) + (1 if change == "faster" else -1)
-            thing = replace(thing, speed=SPEEDS[max(0, min(rank, len(SPEEDS) - 1))])
+            rank = scenes.SPEEDS.index(thing.speed) + (1 if change == "faster" else -1)
+            thing = replace(thing, speed=scenes.SPEEDS[max(0, min(rank, len(scenes.SPEEDS) - 1))])
     return thing

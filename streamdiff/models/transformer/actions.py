@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamdiff.device import upload
 from streamdiff.models.spec import ActionModules
 from streamdiff.models.transformer.rope import gelu
 
@@ -97,4 +98,4 @@ def frame_factors(first: int, frames: int, sizes: ActionModules, device: torch.d
     angle = torch.arange(first, first + frames, dtype=torch.float64)[:, None] * sizes.theta**-steps
     angle = F.pad(angle, (0, (sizes.head_dim - sizes.rope_dim) // 2))[:, None, None]
     factors = torch.complex(angle.cos().float(), angle.sin().float())
-    return factors.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else factors
+    return upload(factors, device)

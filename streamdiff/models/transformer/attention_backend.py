@@ -314,8 +314,8 @@ CANDIDATES = ("sdpa", "cudnn", "flash", "fa3", "fa4")
 MARGIN = 0.03
 """Share of the time: so that noise does not choose another kernel, with other roundings, at every start."""
 
-Stopwatch = Callable[[Callable[[], object], torch.device], float]
-"""Seconds that a call takes on a device, see `streamdiff.device.seconds_per_call`."""
+Stopwatch = Callable[[Callable[[], object]], float]
+"""Seconds that a call takes, see `streamdiff.device.seconds_per_call`."""
 
 
 def try_attention(
@@ -336,7 +336,7 @@ def try_attention(
             continue
         activate(name)
         with torch.inference_mode():
-            seconds[name] = stopwatch(partial(kernel(name), case.query, case.key, case.value), device)
+            seconds[name] = stopwatch(partial(kernel(name), case.query, case.key, case.value))
         activate("")
     fastest = min(seconds, key=seconds.__getitem__, default=usual)
     if usual in seconds and seconds[fastest] >= (1 - MARGIN) * seconds[usual]:
@@ -417,9 +417,9 @@ def try_paged(
             if off is not None:
                 tried.append(f"varlen, pages of {page}, is wrong here: off by {off:.3g}")
                 continue
-            found.append((stopwatch(partial(own, query, key, value, seen), device), own))
+            found.append((stopwatch(partial(own, query, key, value, seen)), own))
             tried.append(f"varlen, pages of {page}, {1000 * found[-1][0]:.3g} ms")
-        alone_s = stopwatch(partial(loop, query, key, value, seen), device)
+        alone_s = stopwatch(partial(loop, query, key, value, seen))
     except REFUSALS as error:  # memory is short, most likely
         return None, f"row by row: the trial cannot run here: {_first_line(error)}"
     best_s, best = min(found, key=lambda each: each[0], default=(alone_s, None))

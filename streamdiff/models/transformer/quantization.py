@@ -32,10 +32,8 @@ def check(mode: str, device: torch.device, dtype: torch.dtype) -> None:
     """That weights in `dtype` can be quantised this way for this device.
 
     Raises:
-        ConfigError: another word, no torchao, or a device or dtype that cannot; says why, and what can be used.
+        ConfigError: no torchao, or a device or dtype that cannot; says why, and what can be used.
     """
-    if mode not in MODES:
-        raise ConfigError(f"--quantize is {mode!r}; it can be {', '.join(MODES)}")
     if (reason := unsuited(mode, device, dtype)) is not None:
         raise ConfigError(f"--quantize is {mode}, which {reason}")
     _torchao(mode)
@@ -92,7 +90,7 @@ def try_fp8(
     device: torch.device,
     dtype: torch.dtype,
     compiled: Callable[[Product], Product] | None = None,
-    stopwatch: Callable[[Callable[[], object], torch.device], float] = seconds_per_call,
+    stopwatch: Callable[[Callable[[], object]], float] = seconds_per_call,
 ) -> tuple[str, str]:
     """`fp8` if the products of a block are faster in it than in `dtype` by `MARGIN`, else `none`; and why, for people.
 
@@ -116,7 +114,7 @@ def try_fp8(
             given = torch.randn(tokens, width, device=device).to(dtype)
             weight = quantize(weight, "fp8", "a weight") if fp8 else weight
             run = product if compiled is None else compiled(product)
-            found += count * stopwatch(partial(run, given, weight), device)
+            found += count * stopwatch(partial(run, given, weight))
         return found
 
     try:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamdiff.device import upload
+
 
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): torch's kernel for it is slow on CPUs."""
@@ -60,10 +62,7 @@ class Grid:
 
     def factors(self, frames: Sequence[int]) -> Tensor:
         """See `table`; `frames` are F positions. Never waits for the device."""
-        time = _factors(torch.tensor(frames), self._time_dim)
-        if self.device.type == "cuda":  # from pageable memory the host would wait for the copy
-            time = time.pin_memory().to(self.device, non_blocking=True)
-        return _join(time, self._plane)
+        return _join(upload(_factors(torch.tensor(frames), self._time_dim), self.device), self._plane)
 
 
 def matrices(factors: Tensor) -> Tensor:

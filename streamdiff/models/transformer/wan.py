@@ -171,7 +171,6 @@ class WanDenoiser:
         self.heads: int = config.num_attention_heads
         self.head_dim: int = config.attention_head_dim
         self.latent_channels: int = config.out_channels
-        self.text_width: int = config.text_dim
         self.extra_channels: int = config.in_channels - config.out_channels - controls - condition
         """Position planes, see `position_planes`."""
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))

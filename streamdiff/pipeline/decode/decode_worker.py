@@ -31,13 +31,7 @@ from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, Transfe
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
-from streamdiff.pipeline.distributed.message import (
-    MessageKind,
-    MessageLayout,
-    Outcome,
-    SessionUpdate,
-    StageMessage,
-)
+from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
 from streamdiff.session_state.swap_store import SwapStore
@@ -316,18 +310,15 @@ class DecodeWorker(RankLoop):
         while (message := self.receiver.receive(0.0 if copying else None)) is None or (
             message.kind is not MessageKind.STOP
         ):
-            if message is not None and message.update is not None:
-                self._apply(message.kind, message.update)
+            if message is not None and (update := message.update) is not None:
+                outcome = self._memories.apply(message.kind, update)
+                if message.kind is MessageKind.PUT_BACK and not update.saved:
+                    self.sender.send(StageMessage(message.kind, (), replace(update, outcome=outcome)))
             elif message is not None:
                 self._decode(message)
             copying = self._memories.copy_next()
         self.sender.send(message)
         self.close_links()
-
-    def _apply(self, kind: MessageKind, update: SessionUpdate) -> None:
-        outcome = self._memories.apply(kind, update)
-        if kind is MessageKind.PUT_BACK and not update.saved:
-            self.sender.send(StageMessage(kind, (), replace(update, outcome=outcome)))
 
     def _decode(self, message: StageMessage) -> None:
         (row,) = message.rows

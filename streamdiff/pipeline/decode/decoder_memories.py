@@ -74,7 +74,7 @@ class DecoderMemories:
     def apply(self, kind: MessageKind, update: SessionUpdate) -> Outcome:
         """Do what the head asks with what is remembered of a stream: forget it on CLOSE; see `SessionUpdate`. What goes
         to the head is copied by `copy_next`; what is decoded from here on is not in it. Mutates: self."""
-        stream, name = update.session, _swapped(update.session)
+        stream, name = update.session, f"decoder {update.session}"  # in the swap store
         match kind:
             case MessageKind.CLOSE:
                 self._memories.pop(stream, None)
@@ -121,11 +121,6 @@ class DecoderMemories:
             decode = partial(self._decoder.decode, latents)
             self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1])
         return self._outlines
-
-
-def _swapped(stream: int) -> str:
-    """Name of a stream's decoder state in a swap store."""
-    return f"decoder {stream}"
 
 
 class TransferStream:

@@ -227,10 +227,6 @@ class RankWatch:
         await_that(lambda: not left() or self.fault() is not None, _SILENT_S)
         return left()
 
-    def await_ends(self, limit_s: float) -> None:
-        """Wait at most `limit_s` for the final heartbeat of all ranks: they need the store until then."""
-        await_that(lambda: all(beat.ended for beat in self.heartbeats()), limit_s)
-
     def _send(self, **changes: Any) -> None:
         """Send a heartbeat, with these changes of the one before. Mutates: self, the store."""
         busy_s, done = self._workers[0].timer.busy_s if self._workers else 0.0, sum(each.done for each in self._workers)

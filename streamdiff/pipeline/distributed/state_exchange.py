@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
-from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.session_state import walk
 from streamdiff.session_state.swap_store import HostCopy, Lost, SwapStore
 
@@ -164,7 +163,9 @@ class StateMover:
         copying = self._copying[session]
         if (copy := copying.copy) is None:
             return Outcome.DONE
-        done = copy.go_on(max(_LEAST_BYTES, chunk_bytes(stage.sessions[session].state)))
+        caches = stage.sessions[session].state
+        chunk_bytes = sum(each[:, :, :1].nbytes for each in (caches.key, caches.value))
+        done = copy.go_on(max(_LEAST_BYTES, chunk_bytes))
         stage.follow_copies(session)
         if not done:
             return Outcome.NOT_YET
@@ -239,11 +240,6 @@ def send_state(exchange: LocalExchange, key: str, made: Callable[[], State]) -> 
         logger.exception("%s: %s", key, why)
         exchange.put(key, ({}, {"broken": why}))
         raise
-
-
-def chunk_bytes(caches: KVCache) -> int:
-    """Bytes that a chunk has in caches."""
-    return sum(each[:, :, :1].nbytes for each in (caches.key, caches.value))
 
 
 def swapped(session: int) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from streamdiff.device import upload
 from streamdiff.models.transformer import attention_backend, rope
 from streamdiff.models.transformer.attention_backend import AttendPaged, AttendParts
 from streamdiff.models.transformer.wan import SelfAttention
@@ -197,7 +198,7 @@ class RollingAttention:
         Keys stay as they were rotated, also those in the sink. Mutates: the cache, where a ring begins."""
         rolling, begins = geometry.slots - geometry.pinned, max(geometry.pinned, visible_from_chunk)
         if chunk == begins > geometry.pinned:
-            state.begin_ring(cache)
+            state.queue[cache].zero_()  # the ring behind the sink is filled again
         full = chunk - begins >= rolling
         slot = chunk if chunk < geometry.pinned else geometry.pinned + min(chunk - begins, rolling - 1)
         seen = min(slot + 1 + visible_later_rows, geometry.slots) * geometry.chunk
@@ -222,10 +223,7 @@ class RollingAttention:
 
 def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
     """Indices as an int64 tensor on `device`, without synchronizing with it."""
-    index = torch.tensor(indices)
-    if device.type == "cuda":  # from pageable memory the host would wait for the copy
-        index = index.pin_memory().to(device, non_blocking=True)
-    return index
+    return upload(torch.tensor(indices), device)
 
 
 def attend_rows(
@@ -399,7 +397,7 @@ def take_slot(
     """The slot, int64 `[1]`, that a chunk is written to. Nothing is read back to the host. Mutates: queue.
 
     Args:
-        queue: the layer's, int64, see `geometry.queue_length`.
+        queue: the layer's, int64, see `CacheGeometry.sizes`.
         sink: rotated keys and values of its slots `[slots, tokens, H, d]`; zeros where none was written.
         own: those of the chunk `[tokens, H, d]`.
         free: the next free slot `[1]`, which it takes where the ring is not full.

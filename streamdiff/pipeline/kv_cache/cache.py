@@ -42,7 +42,7 @@ class KVCache:
     per step for `same_step`; `layers` are the stage's own blocks, `tokens` those of a chunk. Keys are
     rotated; those of the slots that the sink is in are kept un-rotated too, in sink_key, as the sink's place moves
     (none in an adaptive ring, where it does not). queue is int64 `[caches, layers, n]`, which slot of an adaptive ring
-    is next (see `geometry.queue_length`; n is 0 elsewhere). sink_at is, by cache, the position that the sink's keys are
+    is next (see `CacheGeometry.sizes`; n is 0 elsewhere). sink_at is, by cache, the position that the sink's keys are
     rotated for.
     """
 
@@ -95,10 +95,6 @@ class KVCache:
         for caches in (self.key, self.value, self.sink_key, self.queue):
             caches[: len(sources)] = torch.stack([caches[source] for source in sources])
         self._place_sinks([*sources, *range(len(sources), len(self.key))])
-
-    def begin_ring(self, cache: int) -> None:
-        """Let one of the caches refill its adaptive ring behind the sink. Mutates: self."""
-        self.queue[cache].zero_()
 
     def _place_sinks(self, sources: Sequence[int]) -> None:
         before = self.sink_at

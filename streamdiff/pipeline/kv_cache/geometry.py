@@ -49,9 +49,10 @@ class CacheGeometry:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Slots of a cache, slots whose keys are kept un-rotated too (none in an adaptive ring), and length of
-        the queue of slots."""
-        return (self.slots, 0, queue_length(self.slots)) if self.adaptive else (self.slots, self.pinned, 0)
+        """Slots of a cache; slots whose keys are kept un-rotated too, none in an adaptive ring; and, in such, length of
+        a layer's queue tensor: next rolling slot, number of waiting sink slots, and their numbers, newest last. At most
+        one sink slot waits for each of the chunks that fill the ring."""
+        return (self.slots, 0, 2 + self.slots) if self.adaptive else (self.slots, self.pinned, 0)
 
     @property
     def period(self) -> int:
@@ -102,9 +103,3 @@ class CacheGeometry:
         """Chunks of which `chunk` sees a frame or more, oldest first, itself last."""
         sink, first = self.frames(chunk, visible_from_chunk)
         return sorted({*range(-(-sink // self.chunk)), *range(first // self.chunk, chunk), chunk})
-
-
-def queue_length(slots: int) -> int:
-    """Length of a layer's queue tensor in an adaptive ring: next rolling slot, number of waiting sink slots, and their
-    numbers, newest last. At most one sink slot waits for each of the `slots` chunks that fill the ring."""
-    return 2 + slots

@@ -30,27 +30,11 @@ if TYPE_CHECKING:
 from streamdiff.models.transformer import attention_backend, rope
 from streamdiff.models.transformer.attention_backend import AttendPaged, AttendParts, AttentionShape, try_paged
 from streamdiff.models.transformer.wan import BlockText, BlockWeights, TokenStates, block_modulation, concat_rows
-from streamdiff.pipeline.kv_cache.attention import (
-    AttentionMetadata,
-    PooledRow,
-    StaticMetadata,
-    TensorMetadata,
-    attend_pooled,
-    attend_rows,
-    index_tensor,
-    rotate_sinks,
-)
+from streamdiff.pipeline.kv_cache import attention
+from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, PooledRow, StaticMetadata, TensorMetadata
 from streamdiff.pipeline.kv_cache.cache import CachePool, LayerCaches
-from streamdiff.pipeline.runner.graphs import (
-    GraphKey,
-    Inputs,
-    RowInputs,
-    Run,
-    Tensors,
-    Texts,
-    graph_cache_on,
-    one_graph,
-)
+from streamdiff.pipeline.runner import graphs
+from streamdiff.pipeline.runner.graphs import GraphKey, Inputs, RowInputs, Run, Tensors, Texts, graph_cache_on
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +63,8 @@ class CompiledStage:
         self._stage = stage
         self._graphs: dict[Key, Run] = {}
         self._parts: dict[tuple[int, bool], CompiledParts] = {}  # by the number of rows, and what they keep
-        self._attend = stage.denoiser.attend_parts(one_graph(attention_backend.merge_attention_states))
-        self._rotate_sinks = one_graph(_rotate_all_sinks)
+        self._attend = stage.denoiser.attend_parts(graphs.one_graph(attention_backend.merge_attention_states))
+        self._rotate_sinks = graphs.one_graph(_rotate_all_sinks)
         self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.
         self._graph_cache = graph_cache_on(stage.device) if stage.group is None else None
@@ -97,11 +81,6 @@ class CompiledStage:
     def captures(self) -> bool:
         """Whether forwards are captured, which needs a pool."""
         return self._graph_cache is not None
-
-    @property
-    def captured_sessions(self) -> int:
-        """Number of the pool's sessions with a forward replayed since `replayed` was cleared."""
-        return len({number // self.pool.caches for number in self.replayed}) if self.pool is not None else 0
 
     def try_paged(self, rows: int, window: int) -> None:
         """Have rows of several sessions, which see `window` latent frames, attend at once where that is faster.
@@ -174,7 +153,7 @@ class CompiledStage:
         assert self.pool is not None
         first = number * self.pool.slots
         seen = [first * shape.chunk + frame for begin, end in shape.ranges for frame in range(begin, end)]
-        return PooledRow(index_tensor((first,), self._stage.device), index_tensor(seen, self._stage.device))
+        return PooledRow(*(attention.index_tensor(each, self._stage.device) for each in ((first,), seen)))
 
     def rotate_sinks(self, kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
         """As `kv_cache.attention.rotate_sinks`, all layers by one kernel for sinks of sizes that it was learned for.
@@ -182,7 +161,7 @@ class CompiledStage:
         size = kept.shape, rotated.stride()
         if self.learning:
             self._sinks.add(size)
-        (self._rotate_sinks if size in self._sinks else rotate_sinks)(kept, rotated, factors)
+        (self._rotate_sinks if size in self._sinks else attention.rotate_sinks)(kept, rotated, factors)
 
 
 def run_parts(
@@ -210,13 +189,14 @@ def run_parts(
         if in_pool:
             chunk = key.shapes[0].chunk
             query, rotated, value = projected[:3]
-            mixed = attend_pooled(inputs.caches[0], layer, in_pool, chunk, query, rotated, value, attend, paged)
+            own_cache = inputs.caches[0]
+            mixed = attention.attend_pooled(own_cache, layer, in_pool, chunk, query, rotated, value, attend, paged)
         elif group is None:
             query, rotated, value = projected[:3]
             unrotated = projected[3] if len(projected) > 3 else rotated
-            mixed = attend_rows(metadata, attend, None, layer, query, unrotated, value, rotated)
+            mixed = attention.attend_rows(metadata, attend, None, layer, query, unrotated, value, rotated)
         else:
-            shared = attend_rows(metadata, attend, group.all_heads, layer, *group.to_heads(*projected))
+            shared = attention.attend_rows(metadata, attend, group.all_heads, layer, *group.to_heads(*projected))
             mixed = group.to_tokens(shared)
         texts = tuple(text[layer] for text in inputs.texts)
         if layer < last:
@@ -333,4 +313,4 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         tokens = TokenStates(hidden, time)
         return (denoiser.output_layer(tokens, stage.grid) if stage.group is None else denoiser.output(tokens),)
 
-    return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))
+    return CompiledParts(graphs.one_graph(begin), graphs.one_graph(between), graphs.one_graph(end))

@@ -156,16 +156,14 @@ class GraphCache:
     def _capture(self, run: Run, inputs: Inputs) -> CapturedGraph:
         """A graph of `run`. Mutates: self."""
         rows = tuple(row.map(torch.clone) for row in inputs.rows)
-        given = tuple(self._static_buffer(index, tensor) for index, tensor in enumerate(inputs.given))
+        given = tuple(
+            self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
+            for index, tensor in enumerate(inputs.given)
+        )
         texts = tuple(self._text(row, text) for row, text in enumerate(inputs.texts))
         static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows)
         graph, result = self._graph_capture(run, static)
         return CapturedGraph(graph, static, texts, result)
-
-    def _static_buffer(self, index: int, tensor: Tensor) -> Tensor:
-        """The static buffer for input `index` of this shape, shared by all graphs, with `tensor` copied into it.
-        Mutates: self."""
-        return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
 
     def _text(self, row: int, text: tuple[BlockText, ...]) -> TextBuffer:
         """The text buffer of a forward's row, shared by all graphs. Mutates: self."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
+from streamdiff.device import upload
 from streamdiff.errors import RequestError
 from streamdiff.models import camera, sampling
 from streamdiff.models.autoencoder.autoencoder import reencode_first_frame
@@ -44,10 +45,6 @@ class StepLevels:
         the schedule has for these, see `levels_of`."""
         both = source.timestep, levels_of(source.timestep, schedule)
         return cls(*(each[:, None, None].expand(-1, 1, source.latents.shape[2]) for each in both))
-
-    def starting_at(self, chunk: int) -> StepLevels:
-        """Those of a stream whose chunk 0 is `chunk` here."""
-        return StepLevels(self.timesteps[chunk:], self.sigmas[chunk:])
 
     def to(self, device: torch.device) -> StepLevels:
         return StepLevels(self.timesteps.to(device), self.sigmas.to(device))
@@ -325,19 +322,15 @@ class LatentSampler:
     def _steering(self, session: SamplerState, chunk: int) -> Tensor:
         """What steers a chunk that is admitted now, on the device. Mutates: session."""
         if (given := session.given_controls) is not None:
-            return self._upload(given[min(chunk, len(given) - 1)])
+            return upload(given[min(chunk, len(given) - 1)], self.device)
         spec = self.spec
         vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
         if spec.has_camera:
             size = spec.width, spec.height
             own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)
-            return self._upload(own)
-        vectors = self._upload(vectors)
+            return upload(own, self.device)
+        vectors = upload(vectors, self.device)
         return vectors if rows is None else action_rows(vectors, session.controls.get(chunk - 1), rows)
-
-    def _upload(self, values: Tensor) -> Tensor:
-        """Values of the host on the device; from memory that is not pinned the host would wait for the copy."""
-        return (values.pin_memory() if self.device.type == "cuda" else values).to(self.device, non_blocking=True)
 
     def _with_condition(self, latents: Tensor, chunk: int, condition: Tensor | None) -> Tensor:
         """Latents of a chunk `[C, F, h, w]` with the condition of its latent frames behind them, where there is one."""

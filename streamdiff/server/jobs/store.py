@@ -15,7 +15,6 @@ import re
 import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -340,7 +339,7 @@ class JobStore:
         """The first column of the first row."""
         return self._execute(query, *values)[0][0]
 
-    @contextmanager
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         """Context manager: a database transaction, rolled back on an exception."""
         self._database.execute("BEGIN IMMEDIATE")

@@ -196,7 +196,10 @@ class PlayoutBuffer:
             if self._filling:
                 return None
             self._zero_s = now_s
-        self._follow_clock(now_s)
+        late_slots = math.floor((now_s - self._slot_s(self._slot)) * self._slots / self._per_s)
+        if late_slots > self._catch_up_slots:  # they are too late to catch up, and pass
+            self._progress.missed += late_slots
+            self._slot += late_slots
         if now_s < self._slot_s(self._slot):
             return None
         self._follow_engine()
@@ -213,13 +216,6 @@ class PlayoutBuffer:
         if len(self._queue) >= self._start_frames or waited_s >= START_WAIT_S:
             self._filling = False
             self._filling_since_s = None
-
-    def _follow_clock(self, now_s: float) -> None:
-        """Let slots pass that are too late to catch up."""
-        late_slots = math.floor((now_s - self._slot_s(self._slot)) * self._slots / self._per_s)
-        if late_slots > self._catch_up_slots:
-            self._progress.missed += late_slots
-            self._slot += late_slots
 
     def _begin_cycle(self, speed: float) -> None:
         """Reset the counters, and show a new frame in a share `speed` of the slots from now on."""

@@ -205,20 +205,11 @@ class OutputStatus:
 
 
 class Output:
-    """One target. `find_session` returns the session, or None while there is none; `allows`: see `Publication`;
-    `ice_servers` are for WHIP."""
+    """One target of `outputs`. `find_session` returns the session, or None while there is none."""
 
-    def __init__(
-        self,
-        target: Target,
-        find_session: Callable[[], LiveSession | None],
-        metrics: Metrics,
-        allows: Callable[[str], bool],
-        ice_servers: IceServers,
-    ) -> None:
-        self.status, self._allows = OutputStatus(target.name), allows
-        self.target, self._find_session, self._metrics = target, find_session, metrics
-        self._ice_servers = ice_servers
+    def __init__(self, target: Target, find_session: Callable[[], LiveSession | None], outputs: Outputs) -> None:
+        self.target, self.status = target, OutputStatus(target.name)
+        self._find_session, self._outputs, self._metrics = find_session, outputs, outputs.metrics
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._playback: Playback | None = None
@@ -353,8 +344,8 @@ class Output:
 
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
-        ice_servers = self._ice_servers.to_ask()
-        publication = Publication(self.target, session.playback, self._allows, ice_servers)
+        ice_servers, allows = self._outputs.ice_servers.to_ask(), self._outputs.allowed.allows
+        publication = Publication(self.target, session.playback, allows, ice_servers)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()
@@ -570,13 +561,9 @@ class Outputs:
 
     def __init__(self, allowed: Sequence[str], metrics: Metrics, ice_servers: IceServers) -> None:
         """`allowed`: see `AllowedTargets`, or its ConfigError."""
-        self._allowed, self._metrics, self._ice_servers = AllowedTargets(allowed), metrics, ice_servers
+        self.allowed, self.metrics, self.ice_servers = AllowedTargets(allowed), metrics, ice_servers
         self.configured: list[Output] = []
         self._added: dict[tuple[str, str], Output] = {}  # by the session's id and their own
-
-    def begin(self, target: Target, find_session: Callable[[], LiveSession | None]) -> Output:
-        """An output that sends what `find_session` finds."""
-        return Output(target, find_session, self._metrics, self._allowed.allows, self._ice_servers)
 
     async def add(self, session: LiveSession, text: str) -> OutputStatus:
         """Send a session to a target too; returns the state of the output.
@@ -584,7 +571,7 @@ class Outputs:
         Raises:
             RequestError: a target that is not allowed or cannot be written, or too many outputs.
         """
-        target = await asyncio.to_thread(self._allowed.parse, text)  # which may try a protocol
+        target = await asyncio.to_thread(self.allowed.parse, text)  # which may try a protocol
         if session.closed:
             raise RequestError("session", "the session has ended")
         if len(self.of(session)) >= MAX_PER_SESSION or len(self._added) >= MAX_OUTPUTS:
@@ -593,7 +580,7 @@ class Outputs:
         if target.is_file and any(output.target.url == target.url for output in self._added.values()):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
-        output = self.begin(replace(target, name=f"{target.name} {id}"), lambda: session)
+        output = Output(replace(target, name=f"{target.name} {id}"), lambda: session, self)
         output.status.id = id
         self._added[session.id, id] = output
         return output.status
@@ -607,7 +594,7 @@ class Outputs:
         if (output := self._added.get((session.id, id))) is None:
             return False
         await output.stop()  # until then it counts: it still has its process
-        self._metrics.forget("output", output.status.name)
+        self.metrics.forget("output", output.status.name)
         self._added.pop((session.id, id), None)
         return True
 

@@ -73,6 +73,10 @@ class LiveSession:
     `lifetime` (when it ends by itself).
     """
 
+    tokens: Tokens | None = None
+    """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
+    input: VideoInput | None = None
+    """The video that feeds it."""
     kept: tuple[int, int] | None = None
     """The first chunk that it can be rewound to, and the latest that is kept."""
     chunk: int = -1
@@ -123,8 +127,6 @@ class LiveSession:
         self._answers: dict[str, asyncio.Future[Any]] = {}
         """What is waited for: that it is open, a snapshot, the first receipt of an owner's request."""
         # Who may do what, and for how long.
-        self.tokens: Tokens | None = None
-        """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
         self.peers: dict[str, tuple[Mailbox, bool, Watcher]] = {}
         """By name: how a peer is sent a message, whether it may control the session, and who it is at the wheel."""
@@ -135,10 +137,8 @@ class LiveSession:
         self._chunk_s: float | None = None
         self._lag_s: float | None = None
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
-        self.input: VideoInput | None = None
-        """The video that feeds it."""
         self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
-        """Noise that is mixed with that; and the controls that are held."""
+        """Noise that is mixed with its video input; and the controls that are held."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
 
     @property

@@ -201,23 +201,21 @@ class EngineLoad:
         while True:
             await wait_at_most(self._changed, _LOOK_S)
             self._changed.clear()
-            if running():
-                await self._limit_sessions()
-
-    async def _limit_sessions(self) -> None:
-        now_s = clock.monotonic_s()
-        sessions = {each.id: each for each in self._sessions()}
-        demands = {id: each.demand(now_s) for id, each in sessions.items()}
-        for id, limit in self._policy.decide(demands, self.share, now_s).items():
-            session, steps, fps = sessions[id], limit.steps_of(demands[id].steps), limit.fps_of(demands[id].fps)
-            if session.closed:
+            if not running():
                 continue
-            down = steps < session.steps or fps < session.fps
-            self._metrics.load_changes.labels("down" if down else "up").inc()
-            told = "By load, session %(session)s has %(steps)d steps, %(fps)g frames/s."
-            logger.info(told, {"session": id, "steps": steps, "fps": fps})
-            with contextlib.suppress(EngineFailure):  # what reads its events says so
-                await session.limit_to(limit)
+            now_s = clock.monotonic_s()
+            sessions = {each.id: each for each in self._sessions()}
+            demands = {id: each.demand(now_s) for id, each in sessions.items()}
+            for id, limit in self._policy.decide(demands, self.share, now_s).items():
+                session, steps, fps = sessions[id], limit.steps_of(demands[id].steps), limit.fps_of(demands[id].fps)
+                if session.closed:
+                    continue
+                down = steps < session.steps or fps < session.fps
+                self._metrics.load_changes.labels("down" if down else "up").inc()
+                told = "By load, session %(session)s has %(steps)d steps, %(fps)g frames/s."
+                logger.info(told, {"session": id, "steps": steps, "fps": fps})
+                with contextlib.suppress(EngineFailure):  # what reads its events says so
+                    await session.limit_to(limit)
 
 
 class Manager:

@@ -13,10 +13,9 @@ from typing import Any
 
 import av
 import numpy as np
-from numpy.typing import NDArray
 
 from streamdiff import clock
-from streamdiff.engine.messages import InputUsed
+from streamdiff.engine.messages import InputUsed, Pictures
 from streamdiff.errors import ConfigError
 from streamdiff.server.tasks import end_tasks
 from streamdiff.video.files import upright
@@ -28,7 +27,6 @@ HOLD_S = 0.5
 MAX_PIXELS = 3840 * 2160
 _RATE_S = 2.0
 """Over so long the source's rate is measured."""
-Frames = NDArray[np.uint8]
 _LOOK_S = 0.1
 """Polling interval of a file input whose frames are not wanted."""
 _USUAL_RATE = 25.0
@@ -46,7 +44,7 @@ class VideoInput:
         kind: str,
         size: tuple[int, int],
         fps: Callable[[], float],
-        hand_on: Callable[[Frames], Awaitable[None]],
+        hand_on: Callable[[Pictures], Awaitable[None]],
         wanted: Callable[[], bool],
         end: Callable[[str], Awaitable[None]],
     ) -> None:
@@ -124,8 +122,8 @@ class VideoInput:
 
     async def _run(self) -> None:
         taken: av.VideoFrame | None = None
-        picture: Frames | None = None
-        pieces: list[Frames] = []
+        picture: Pictures | None = None
+        pieces: list[Pictures] = []
         due_s = clock.monotonic_s()
         while True:
             if self.holds or not self._wanted():
@@ -149,7 +147,7 @@ class VideoInput:
             await asyncio.sleep(max(0.0, due_s - clock.monotonic_s()))
 
 
-def fit_frame(frame: av.VideoFrame, width: int, height: int) -> Frames:
+def fit_frame(frame: av.VideoFrame, width: int, height: int) -> Pictures:
     """A frame as RGB `[height, width, 3]`: scaled to cover that size, and what is over is cut on both sides alike.
 
     Raises:

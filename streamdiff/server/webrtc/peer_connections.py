@@ -51,8 +51,6 @@ CHECK_S = 1.0
 STALE_S = 3.0
 """A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
 client: a page that was reloaded without a good-bye. Browsers report once a second."""
-READ = ("h264", "vp8")
-"""Codecs that aiortc decodes."""
 UNDECODABLE_S = 10.0
 _START_KBPS = 2500
 """Chromium begins at 300 kbit/s, which is a small and coarse picture for many seconds, unless the answer says more."""
@@ -493,7 +491,7 @@ class Feeders(Peers[Feeder]):
             Problem: 400 or 406 for the offer; 422 where the model takes no video; 409, another feeds it; 410; 429 and
                 503 with Retry-After; 504.
         """
-        checked = sdp.check_offer(offer, "sender", READ)
+        checked = sdp.check_offer(offer, "sender")  # all codecs that aiortc decodes
         self._offers.check(address, "connections", clock.monotonic_s())
         heard_s = clock.monotonic_s() - SILENT_S
         own = (each for each in self._peers.values() if each.session is session)

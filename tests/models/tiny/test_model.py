@@ -13,10 +13,11 @@ from streamdiff.core import Control
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.tiny import model, prompts
-from streamdiff.models.tiny.model import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
+from streamdiff.models.tiny import prompts
 from streamdiff.session_state import walk
 from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts, small_text
+from training import embedded
+from training.embedded import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
 from training.model_folder import build_tokenizer, save_model
 
 STREAM: dict[str, object] = {
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_saved_model_loads_as_it_was_up_to_half_precision(folder: Path) -> None:
-    parts, loaded = small_parts(5), model.load_model(folder, CPU, "mine")
+    parts, loaded = small_parts(5), embedded.load_model(folder, CPU, "mine")
     spec = loaded.spec
     assert (spec.name, spec.chunk_latents, spec.window_latents, spec.sink_latents) == ("mine", 3, 15, 3)
     assert (spec.native_fps, spec.shift, spec.steps) == (24.0, 5.0, (4, 2))
@@ -60,7 +61,7 @@ def test_a_saved_stream_goes_on_on_a_cpu_that_decodes_in_another_dtype(first: to
     """And shows what it would have shown, but for the last bits of bfloat16."""
     latents = torch.randn(2, 1, 16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     kinds = [
-        PictureDecoder(load_autoencoder(model.WEIGHTS / "vae", "decoder", CPU, dtype))
+        PictureDecoder(load_autoencoder(embedded.WEIGHTS / "vae", "decoder", CPU, dtype))
         for dtype in (torch.float32, torch.bfloat16)
     ]
     here, there = kinds if first == torch.float32 else kinds[::-1]
@@ -93,7 +94,7 @@ def test_a_missing_part_is_named_with_the_way_out(folder: Path, tmp_path: Path, 
     target = broken / missing
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     with pytest.raises(ConfigError) as caught:
-        model.load_model(broken, CPU)
+        embedded.load_model(broken, CPU)
     message = str(caught.value)
     assert str(broken) in message and missing in message and "--model tiny" in message
 
@@ -108,12 +109,12 @@ def rewritten(folder: Path, to: Path, **stream: object) -> Path:
 
 
 def test_a_model_names_its_controls_and_one_without_has_none(folder: Path, tmp_path: Path) -> None:
-    assert model.load_model(folder, CPU).spec.controls == ()
+    assert embedded.load_model(folder, CPU).spec.controls == ()
     named = [{"name": "x", "keys": ["KeyA", "KeyD"]}, {"name": "jump", "kind": "button"}]
-    loaded = model.load_model(rewritten(folder, tmp_path / "m", controls=named), CPU)
+    loaded = embedded.load_model(rewritten(folder, tmp_path / "m", controls=named), CPU)
     assert loaded.spec.controls == (Control("x", keys=("KeyA", "KeyD")), Control("jump", "button"))
     assert loaded.denoiser.controls == 2
-    assert loaded.denoiser.extra_channels == model.load_model(folder, CPU).denoiser.extra_channels - 2
+    assert loaded.denoiser.extra_channels == embedded.load_model(folder, CPU).denoiser.extra_channels - 2
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_a_model_names_its_controls_and_one_without_has_none(folder: Path, tmp_p
 )
 def test_controls_that_cannot_be_are_refused(folder: Path, tmp_path: Path, names: object) -> None:
     with pytest.raises(ConfigError):
-        model.load_model(rewritten(folder, tmp_path / "m", controls=names), CPU)
+        embedded.load_model(rewritten(folder, tmp_path / "m", controls=names), CPU)
 
 
 def test_the_tokenizer_knows_every_word_of_the_captions_and_nothing_else() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.models.tiny import prompts
-from streamdiff.models.tiny.model import TEXT_TOKENS, UNKNOWN
 from streamdiff.models.tiny.scene import SETTING_TABLES, THING_TABLES, Scene, Thing
+from training.embedded import TEXT_TOKENS, UNKNOWN
 from training.model_folder import build_text
 from training.world.scenes import random_scene
 

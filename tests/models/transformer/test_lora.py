@@ -108,12 +108,6 @@ def test_alpha_in_the_files_header(stabilised: bool, strength: float, base: Path
         assert_weights(base, [Lora(source, 0.5)], merged(factors(), strength * 0.5))
 
 
-def test_alpha_in_pefts_configuration(base: Path, tmp_path: Path) -> None:
-    save(tmp_path / "adapter_model.safetensors", peft(factors()))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": 1.5, "alpha_pattern": {}}))
-    assert_weights(base, [Lora(tmp_path)], merged(factors(), 0.5))
-
-
 def test_a_change_of_a_fused_projection_is_split(base: Path, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     down, up = torch.randn(RANK, 24, generator=generator), torch.randn(72, RANK, generator=generator)
@@ -226,15 +220,18 @@ def test_the_bias_of_a_second_factor_is_as_strong_as_its_pair(base: Path, tmp_pa
     assert_weights(base, [Lora(save(tmp_path / "a.safetensors", state))], expected)
 
 
-def test_pefts_configuration_counts_beside_a_renamed_file(base: Path, tmp_path: Path) -> None:
+def test_alpha_in_pefts_configuration_counts_beside_a_renamed_file_too(base: Path, tmp_path: Path) -> None:
     path = save(tmp_path / "my_style.safetensors", peft(factors()))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": 1.5, "peft_type": "LORA"}))
+    told = {"r": RANK, "lora_alpha": 1.5, "peft_type": "LORA", "alpha_pattern": {}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told))
     assert_weights(base, [Lora(path)], merged(factors(), 0.5))
     other = save(tmp_path / "another.safetensors", peft(factors()))
     with pytest.raises(ConfigError):
         load(base, loras=[Lora(path)])  # whose it is cannot be told
     other.rename(tmp_path / "adapter_model.safetensors")
     assert_weights(base, [Lora(path)], merged(factors(), 1.0))
+    path.unlink()
+    assert_weights(base, [Lora(tmp_path)], merged(factors(), 0.5))
 
 
 @pytest.mark.parametrize("settings", [{"alpha_pattern": {"q": 3}}, {"use_dora": True}, {"lora_alpha": "3"}])

@@ -148,7 +148,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, own_s: float, fp8_s: float) -> tuple[
     monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
     shapes: list[tuple[bool, tuple[int, ...]]] = []
 
-    def stopwatch(call: Any, device: torch.device) -> float:
+    def stopwatch(call: Any) -> float:
         given, weight = call.args
         fp8 = type(weight) is not Tensor  # torchao's
         assert call().shape == (10, weight.shape[0]) and given.shape == (10, weight.shape[1])
@@ -178,4 +178,5 @@ def test_where_fp8_cannot_be_had_automatic_quantisation_is_none(monkeypatch: pyt
         raise RuntimeError("no kernel\nfor this")
 
     monkeypatch.setattr(quantization, "quantize", refuses)
-    assert quantization.try_fp8(SMALL, 10, CPU, torch.bfloat16) == ("none", "fp8 cannot be had here: no kernel")
+    found, told = quantization.try_fp8(SMALL, 10, CPU, torch.bfloat16, None, lambda call: 1.0)
+    assert (found, told) == ("none", "fp8 cannot be had here: no kernel")

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.heartbeat import RankWatch
@@ -24,6 +23,7 @@ from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, STEERED
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU
+from training.embedded import WEIGHTS, load_model
 
 LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
 LAYOUTS = ("1x2", "1x4", "2x2", "4x1", "2x1")

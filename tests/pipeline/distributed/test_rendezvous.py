@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.pipeline.load_plan import check_world, plan_load
 from tests.pipeline.processes import ROOT, run_ranks
+from training.embedded import WEIGHTS
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 240.0  # ends what hangs

@@ -21,12 +21,12 @@ from streamdiff.config import BatchingConfig, BatchingRule, Config, ModelConfig
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
-from streamdiff.models.tiny import model as tiny
 from streamdiff.models.transformer.wan import attend
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.planner.memory import Demand, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes, sizes_of
 from streamdiff.pipeline.planner.partition import Workload, choose_layout, max_rows_of, split_blocks, split_evenly
+from training import embedded as tiny
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, end, local_ring, play
-from tests.pipeline.test_camera import MODEL as WORLD
+from tests.pipeline.test_controls import WORLD
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
@@ -108,7 +108,8 @@ def test_what_cameras_do_is_copied_to_where_graphs_look_for_it(stages: int) -> N
     ring = compiled(WORLD, stages, max_rows=2)
     assert alike(play(ring, WORLD, orders, 8), play(local_ring(WORLD, CPU), WORLD, orders, 8))
     for stage in stages_of(ring):
-        assert stage.compiled is not None and stage.compiled.captured_sessions == 2
+        assert stage.compiled is not None and stage.compiled.pool is not None
+        assert len({number // stage.compiled.pool.caches for number in stage.compiled.replayed}) == 2
         assert all(len(session.steered) < 2 for session in stage.sessions.values()), "only of the chunk in flight"
 
 

@@ -30,22 +30,22 @@ class KeptSnapshots:
     `chunks` chunks."""
 
     def __init__(self, limit: int, chunks: int) -> None:
-        self._limit, self._chunks = limit, chunks
+        self.limit, self._chunks = limit, chunks
         self._kept: list[KeptPlace] = []
         self._told: dict[str, tuple[int, int] | None] = {}
 
-    def is_due(self, session: Session, chunk: int, nbytes: int) -> bool:
-        """Whether one, of so many bytes at least, is to be taken of a session whose next chunk this is."""
+    def is_due(self, session: Session, chunk: int) -> bool:
+        """Whether one is to be taken of a session whose next chunk this is."""
         _, latest = self._chunks_of(session) or (0, 0)
-        return nbytes < self._limit and chunk >= latest + self._chunks
+        return self.limit > 0 and chunk >= latest + self._chunks
 
     def add(self, kept: KeptPlace) -> None:
         """Keep one more. Mutates: self."""
         self._kept.append(kept)
-        while sum(len(each.snapshot) for each in self._kept) > self._limit:
+        while sum(len(each.snapshot) for each in self._kept) > self.limit:
             del self._kept[0]
         if not self._kept:
-            self._limit = 0  # one alone is too large, and those to come are no smaller
+            self.limit = 0  # one alone is too large, and those to come are no smaller
 
     def find(self, session: Session, chunk: int, next_chunk: int) -> KeptPlace:
         """The one from which a session, whose next chunk is `next_chunk`, gets to `chunk` soonest. Raises
@@ -68,7 +68,7 @@ class KeptSnapshots:
 
     def news(self, sessions: Collection[Session]) -> list[Event]:
         """What has become of what was kept of the open sessions since the last call. Mutates: self."""
-        if not (self._limit or self._told):
+        if not (self.limit or self._told):
             return []
         streams = {id(each.stream) for each in sessions}
         self._kept = [each for each in self._kept if id(each.stream) in streams]
@@ -126,9 +126,9 @@ class SaveAndSwapQueue:
     def keep(self, session: Session, next_chunk: int) -> None:
         """A chunk of a session was made: have a snapshot of it kept, if it is time. Mutates: self."""
         is_saved = any(whose is session for _, whose in self.saves)
-        is_due = self.kept.is_due(session, next_chunk, self._ring.nbytes(session.slot))
-        if is_due and session.settled and not is_saved:
-            self.saves.append((None, session))
+        if self.kept.is_due(session, next_chunk) and session.settled and not is_saved:
+            if self._ring.nbytes(session.slot) < self.kept.limit:
+                self.saves.append((None, session))
 
     # ---- swapping -----------------------------------------------------------------------------------------------
 

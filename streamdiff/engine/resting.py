@@ -125,10 +125,10 @@ class SaveAndSwapQueue:
 
     def keep(self, session: Session, next_chunk: int) -> None:
         """A chunk of a session was made: have a snapshot of it kept, if it is time. Mutates: self."""
+        is_due = self.kept.is_due(session, next_chunk) and session.settled
         is_saved = any(whose is session for _, whose in self.saves)
-        if self.kept.is_due(session, next_chunk) and session.settled and not is_saved:
-            if self._ring.nbytes(session.slot) < self.kept.limit:
-                self.saves.append((None, session))
+        if is_due and not is_saved and self._ring.nbytes(session.slot) < self.kept.limit:
+            self.saves.append((None, session))
 
     # ---- swapping -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 KEEP_S = 2.0
-"""Seconds of a stream from one snapshot that is kept of it to the next."""
+"""Seconds of a stream from one snapshot that is kept of it to the next, at least."""
 
 
 class KeptSnapshots:
@@ -34,10 +34,11 @@ class KeptSnapshots:
         self._kept: list[KeptPlace] = []
         self._told: dict[str, tuple[int, int] | None] = {}
 
-    def is_due(self, session: Session, chunk: int) -> bool:
-        """Whether one is to be taken of a session whose next chunk this is."""
+    def is_due(self, session: Session, chunk: int, rests: bool) -> bool:
+        """Whether one is to be taken of a session whose next chunk this is: later of one that does not rest by itself,
+        as its next chunk has to wait for that."""
         _, latest = self._chunks_of(session) or (0, 0)
-        return self.limit > 0 and chunk >= latest + self._chunks
+        return chunk >= latest + self._chunks * (1 if rests else 2)
 
     def add(self, kept: KeptPlace) -> None:
         """Keep one more. Mutates: self."""
@@ -125,7 +126,9 @@ class SaveAndSwapQueue:
 
     def keep(self, session: Session, next_chunk: int) -> None:
         """A chunk of a session was made: have a snapshot of it kept, if it is time. Mutates: self."""
-        is_due = self.kept.is_due(session, next_chunk) and session.settled
+        if not self.kept.limit:
+            return
+        is_due = self.kept.is_due(session, next_chunk, self._ring.at_rest(session.slot)) and session.settled
         is_saved = any(whose is session for _, whose in self.saves)
         if is_due and not is_saved and self._ring.nbytes(session.slot) < self.kept.limit:
             self.saves.append((None, session))

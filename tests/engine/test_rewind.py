@@ -74,7 +74,7 @@ def test_a_ring_of_three_processes_goes_back_and_branches_off_as_one_stage_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From Python; frames come from the same latents."""
-    monkeypatch.setattr(resting, "KEEP_S", rewind_process.TWO_CHUNKS_S)
+    monkeypatch.setattr(resting, "KEEP_S", rewind_process.CHUNK_S)
     one = rewind_process.played()
     run_ranks("tests.engine.rewind_process", [str(tmp_path)], 3, 200)
     with np.load(tmp_path / "played.npz") as three:

@@ -197,6 +197,17 @@ class StreamSession:
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
+    def lora(self, name: str, scale: float | None = 1.0, *, over: int = 1) -> None:
+        """Have the LoRA of a file of `lora_dir`, by its name without the suffix, at `scale`, from 0 to 2, from the next
+        chunk on; with `over` the scale goes there over so many chunks, from where it is. None: take it out.
+
+        Waits until the file is read; frames may be taken in another thread meanwhile.
+
+        Raises:
+            RequestError: no such file, one that does not fit the model, or too many (`max_loras`).
+        """
+        self._ask(messages.SetLora(self._name, name, scale, over, f"lora {next(self._numbers)}"))
+
     def set_steps(self, number: int) -> None:
         """Change the denoise steps per chunk, of those the model has: fewer are less work. The first chunk that has
         them is made when those begun are finished; a reset keeps them.
@@ -224,8 +235,8 @@ class StreamSession:
         Raises:
             RequestError: no such list, or a change that the model cannot do.
         """
-        request = f"timeline {next(self._numbers)}"
         placed_changes = placed(parse_timeline(list(changes)), self.chunk_frames / (fps or self.fps))
+        request = f"timeline {next(self._numbers)}"
         self._ask(messages.SetTimeline(self._name, placed_changes, request, None if self._made else 0))
 
     def log(self) -> bytes:

@@ -140,6 +140,10 @@ class ModelConfig(_Section):
     lora: Annotated[tuple[str, ...], BeforeValidator(_texts), Flag(metavar="FILE[:SCALE]")] = ()
     """A LoRA that is merged into the weights, beside the model's own; may be given several times, they add up. `none`:
     without the model's own."""
+    lora_dir: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Folder of LoRAs (.safetensors) that sessions load by name while they play."""
+    max_loras: Annotated[int, Flag()] = Field(0, ge=0, le=8)
+    """How many of `lora_dir` may be loaded at once, by all sessions together; 0: none."""
     vae: Annotated[str | None, Flag(metavar="PATH")] = None
     """The autoencoder: a folder, a file or a name; taew2_1 is small; default: the model's own."""
     latent_space: Annotated[Literal["normalised", "raw"] | None, Flag()] = None
@@ -216,6 +220,12 @@ class ModelConfig(_Section):
             stages = parallel.split("x")[0]
             return {**values, "stages": int(stages)} if stages.isdecimal() else values
         return values
+
+    @model_validator(mode="after")
+    def _loras_have_a_folder(self) -> ModelConfig:
+        if (self.lora_dir is None) != (self.max_loras == 0):
+            raise ValueError("lora_dir says where LoRAs are, and max_loras how many may be loaded: give both, or none")
+        return self
 
     @property
     def shares(self) -> int:

@@ -4,6 +4,7 @@ stream is. Who keeps what else of a session: the table in docs/design.md. Import
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -148,6 +149,32 @@ def unpack(record: Sequence[int]) -> tuple[int, list[MicroStep]]:
     """Sequence number and rows of a record that `pack` made."""
     sequence, count = record[:_HEAD]
     return sequence, [MicroStep(*record[at : at + _FIELDS]) for at in range(_HEAD, record_length(count), _FIELDS)]
+
+
+# ---- LoRAs that sessions load ------------------------------------------------------------------------------------
+
+MOST_LORAS = 8
+"""That may be loaded at once."""
+MAX_LORA_SCALE = 2.0
+SCALE_UNIT = 2.0**-20
+"""Scales are multiples of it, which float32 has exactly."""
+_LABEL, _ID_DIGITS = re.compile(r"(.+)@([0-9a-f]{64})"), 10
+
+
+def exact_scale(scale: float) -> float:
+    """The nearest scale that all ranks have exactly."""
+    return round(scale / SCALE_UNIT) * SCALE_UNIT
+
+
+def split_label(label: str) -> tuple[str, str]:
+    """Name and digest of a LoRA's label, `name@digest` (SHA-256 of the file); of a name alone the digest is empty."""
+    match = _LABEL.fullmatch(label)
+    return (match[1], match[2]) if match else (label, "")
+
+
+def lora_id(label: str) -> int:
+    """The number, from the digest, by which ranks know the LoRA of a label."""
+    return int(split_label(label)[1][:_ID_DIGITS], 16)
 
 
 # ---- models, frames, streams -------------------------------------------------------------------------------------

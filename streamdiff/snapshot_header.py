@@ -10,17 +10,17 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from streamdiff.core import KVContext
+from streamdiff.core import MOST_LORAS, KVContext
 from streamdiff.errors import ConfigError
 from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, packed_header, parse_data
 
 _SOURCE = "session.save(FILE) and GET /api/sessions/ID/snapshot write one"
-KIND, FORMAT = "streamdiff session", 2
+KIND, FORMAT = "streamdiff session", 3
 MAX_HEADER_BYTES = 1 << 20
 """Of a snapshot's header; real ones have some ten kilobytes, and reading a full one takes a quarter of a second."""
 _Number = Annotated[int, Field(strict=True, ge=0, le=2**40)]
@@ -59,7 +59,7 @@ class SnapshotHeader:
 class SavedStream:
     """A saved session: the prompt as the model was given it (more characters than any that is accepted becomes), its
     latest epoch, the number of its next frame and of the next one to be shown, and what it is opened with; whether the
-    prompt has not come whole yet."""
+    prompt has not come whole yet; LoRAs by label, with their scale (None: only chunks in flight have it)."""
 
     text: Annotated[str, Field(max_length=10_000)]
     epoch: _Number
@@ -69,6 +69,9 @@ class SavedStream:
     steps: int
     kv_context: str
     blending: bool = False
+    loras: Annotated[dict[str, Annotated[float, Field(ge=0, le=2)] | None], Field(max_length=MOST_LORAS)] = field(
+        default_factory=dict
+    )
 
 
 _HEADER, _STREAM = TypeAdapter(SnapshotHeader), TypeAdapter(SavedStream)

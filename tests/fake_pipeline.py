@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo, control_values
@@ -53,6 +54,8 @@ class FakePipeline:
 
     info: ModelInfo
     text: Any
+    loras = SimpleNamespace(names=())
+    sampler = SimpleNamespace(sessions=defaultdict(lambda: SimpleNamespace(latest_loras={})))
     encodings = 0
     inputs: tuple[int, ...] = ()
     savings: tuple[int, ...] = ()
@@ -106,7 +109,12 @@ class FakePipeline:
         if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
 
-    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep") -> None:
+    def loras_of(self, session: int) -> set[int]:
+        return set()
+
+    def set_conditioning(
+        self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep", loras: Any = None
+    ) -> None:
         stream = self.streams[session]
         stream.paint, stream.epoch, stream.switch = conditioning, epoch, switch
         self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
@@ -150,7 +158,16 @@ class FakePipeline:
         self.streams[session].steps, self.streams[session].epoch = steps, epoch  # a chunk in flight keeps its own
         self.calls.append(("set_steps", session, steps, epoch))
 
-    def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int, start: Pictures | None = None) -> None:
+    def reset(
+        self,
+        session: int,
+        conditioning: Any,
+        *,
+        seed: int,
+        epoch: int,
+        start: Pictures | None = None,
+        loras: Any = None,
+    ) -> None:
         old = self.streams[session]
         new = FakeStream(conditioning, seed, epoch, old.steps, old.kv_context, start, old.video, switch="reset")
         new.credit, new.paused = old.credit, old.paused

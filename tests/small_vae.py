@@ -26,8 +26,8 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
     return ((value - expected).abs().max() / expected.abs().max()).item()
 
 
-def original_name(name: str) -> str:
-    """The name in `Wan2.1_VAE.pth` of a tensor that diffusers calls `name`."""
+def original_name(name: str, nested: bool = False) -> str:
+    """The name in `Wan2.1_VAE.pth`, or in Wan2.2's, which is `nested`, of a tensor that diffusers calls `name`."""
     words = name.split(".")
     if words[0] in ("quant_conv", "post_quant_conv"):
         return ".".join(["conv1" if words[0] == "quant_conv" else "conv2", *words[1:]])
@@ -43,6 +43,10 @@ def original_name(name: str) -> str:
         if kind == "attentions":
             return ".".join([half, "middle", "1", *rest[2:]])
         return ".".join([half, "middle", str(2 * number), *original_block(rest[2:])])
+    if nested:
+        way, last = part.split("_")[0] + "samples", "3" if half == "decoder" else "2"
+        place, inner = (rest[2], rest[3:]) if rest[1] == "resnets" else (last, rest[2:])
+        return ".".join([half, way, rest[0], way, place, *original_block(inner)])
     if part == "down_blocks":
         return ".".join([half, "downsamples", rest[0], *original_block(rest[1:])])
     assert part == "up_blocks"
@@ -58,5 +62,6 @@ def original_block(words: list[str]) -> list[str]:
 
 
 def original_layout(autoencoder: AutoencoderKLWan) -> dict[str, Tensor]:
-    """The tensors of `Wan2.1_VAE.pth`, had it these weights."""
-    return {original_name(name): tensor for name, tensor in autoencoder.state_dict().items()}
+    """The tensors of `Wan2.1_VAE.pth`, or Wan2.2's, had it these weights."""
+    nested = autoencoder.config["is_residual"]
+    return {original_name(name, nested): tensor for name, tensor in autoencoder.state_dict().items()}

@@ -93,6 +93,14 @@ def _carry_out(argv: list[str]) -> int:
             from streamdiff.commands import models
 
             return models.run(_job(jobs.ModelsJob, arguments))
+        case "mcp":
+            from streamdiff.commands import mcp
+
+            return mcp.run(_job(jobs.McpJob, arguments))
+        case "osc":
+            from streamdiff.commands import osc
+
+            return osc.run(_job(jobs.OscJob, arguments))
         case "decode" | "encode":
             from streamdiff.commands import convert
 

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from streamdiff.commands.jobs import DecodeJob, EncodeJob, GenerateJob, ModelsJob, PlanJob, ReferenceJob, ServeJob
+from streamdiff.commands import jobs
 from streamdiff.config import GPUS, MODEL, RENAMED, SERVER, STREAM, Config, Flag, Steps
 from streamdiff.config_file import kind_of, section_of
 from streamdiff.errors import ConfigError
@@ -179,7 +179,7 @@ def settings(*keys: str) -> list[Option]:
 
 def of_job(job: type[BaseModel]) -> list[Option]:
     """Options of a command's job."""
-    group, rare = (REFERENCE, True) if job is ReferenceJob else (GENERAL, False)
+    group, rare = (REFERENCE, True) if job is jobs.ReferenceJob else (GENERAL, False)
     marked = [(name, field, _flag(field)) for name, field in job.model_fields.items()]
     return [_option(name, field, flag, group, rare) for name, field, flag in marked if flag is not None]
 
@@ -187,7 +187,7 @@ def of_job(job: type[BaseModel]) -> list[Option]:
 def is_reference(arguments: argparse.Namespace) -> bool:
     """Whether one of the options of `ReferenceJob` was given, or steps as a list."""
     steps = getattr(arguments, "model.steps")
-    return isinstance(steps, tuple) or any(vars(arguments)[each.name] is not None for each in of_job(ReferenceJob))
+    return isinstance(steps, tuple) or any(vars(arguments)[each.name] is not None for each in of_job(jobs.ReferenceJob))
 
 
 # ---- commands --------------------------------------------------------------------------------------------------
@@ -195,16 +195,18 @@ def is_reference(arguments: argparse.Namespace) -> bool:
 _PLANNED = ("name", "weights", "steps", "kv_context", "quantize", "offload", "vae", "size", "window", "sink", "rope")
 # The settings that a command takes, as keys or whole sections, and its jobs, whose fields are options.
 _COMMANDS: dict[str, tuple[tuple[str, ...], tuple[type[BaseModel], ...]]] = {
-    "serve": (tuple(Config.model_fields), (ServeJob,)),
+    "serve": (tuple(Config.model_fields), (jobs.ServeJob,)),
     "generate": (
         ("model", "session.prompt", "session.seed", "session.image", "playback.fps"),
-        (GenerateJob, ReferenceJob),
+        (jobs.GenerateJob, jobs.ReferenceJob),
     ),
-    "plan": (tuple(f"model.{name}" for name in _PLANNED), (PlanJob,)),
-    "decode": ((), (DecodeJob,)),
-    "encode": ((), (EncodeJob,)),
+    "plan": (tuple(f"model.{name}" for name in _PLANNED), (jobs.PlanJob,)),
+    "decode": ((), (jobs.DecodeJob,)),
+    "encode": ((), (jobs.EncodeJob,)),
     "doctor": (("model", "session.seed", "playback.fps", "serve.host", "serve.port"), ()),
-    "models": ((), (ModelsJob,)),
+    "models": ((), (jobs.ModelsJob,)),
+    "mcp": ((), (jobs.McpJob,)),
+    "osc": ((), (jobs.OscJob,)),
 }
 
 
@@ -268,7 +270,7 @@ def parsers(*, everything: bool = False) -> dict[str, Parser]:
     parser.add_argument("--version", action="version", version=f"streamdiff {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     made: dict[str, Parser] = {}
-    for name, (keys, jobs) in _COMMANDS.items():
+    for name, (keys, kinds) in _COMMANDS.items():
         purpose, after = text[name]["purpose"], text[name]["text"]
         made[name] = own = commands.add_parser(
             name,
@@ -279,7 +281,7 @@ def parsers(*, everything: bool = False) -> dict[str, Parser]:
             + (text[name].get("more", "") if everything else ""),
             **plain,
         )
-        taken = [option for job in jobs for option in of_job(job)]
+        taken = [option for job in kinds for option in of_job(job)]
         flags = {option.flag for option in taken}
         inherited = [option for option in settings(*keys) if option.flag not in flags]
         if any(option.rare for option in (*taken, *inherited)):

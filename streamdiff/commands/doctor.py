@@ -24,7 +24,7 @@ from streamdiff.models import catalogue, resolve
 from streamdiff.models.catalogue import Files
 from streamdiff.models.resolve import Defaults, settle
 from streamdiff.models.spec import choose_steps
-from streamdiff.models.weight_files import PICKLES, SAFETENSORS
+from streamdiff.models.weight_files import ENDINGS
 from streamdiff.pipeline.planner.model_sizes import sizes_of, sizes_with_window
 from streamdiff.version import __version__
 
@@ -126,6 +126,7 @@ def _look_at_torch(config: Config) -> Iterator[Finding]:
 def _look_at_kernels(config: Config) -> Iterator[Finding]:
     """Attention kernels, ways to quantise, and the trials of a start."""
     try:
+        from streamdiff.models import checkpoint
         from streamdiff.models.transformer import attention_backend, quantization
         from streamdiff.pipeline import load_plan
     except (ImportError, OSError):
@@ -147,6 +148,10 @@ def _look_at_kernels(config: Config) -> Iterator[Finding]:
     for mode, fault in faults.items():
         if fault is not None:
             yield Finding("FAIL" if config.model.quantize == mode else "note", "quantize", f"{mode} {fault}")
+    if importlib.util.find_spec("gguf"):
+        yield Finding("ok", "gguf", f"{importlib.metadata.version('gguf')}, reads {', '.join(checkpoint.gguf_kinds())}")
+    else:
+        yield Finding("note", "gguf", f"such files take the package gguf; {checkpoint.GGUF_INSTALL}")
     model = _settled(config).config
     if "auto" not in (model.attention, model.quantize):
         return
@@ -191,8 +196,7 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
             yield _of_published(name, entry.weights)
         return
     folder = resolve.EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
-    kinds = (SAFETENSORS, *PICKLES)
-    files = [each for each in (folder, *sorted(folder.rglob("*"))) if each.is_file() and each.suffix in kinds]
+    files = [each for each in (folder, *sorted(folder.rglob("*"))) if each.is_file() and each.suffix in ENDINGS]
     if catalogue.is_random(name):
         yield Finding("note", "model", f"{name}: weights are drawn, pictures mean nothing")
     elif files:
@@ -201,7 +205,7 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
     elif resolve.is_repository(name):
         yield Finding("note", "model", f"{name}: what is missing of it will be fetched from the hub")
     else:
-        yield Finding("FAIL", "model", f"{name}: no weights ({', '.join(kinds)}) at {folder}")
+        yield Finding("FAIL", "model", f"{name}: no weights ({', '.join(ENDINGS)}) at {folder}")
 
 
 def _look_at_given(config: Config) -> Iterator[Finding]:
@@ -235,7 +239,9 @@ def _faults(model: ModelConfig) -> dict[str, str]:
     if "lora" in absent:  # it would be fetched
         model = model.model_copy(update={"lora": (resolve.NO_LORA, *model.lora)})
     if entry is not None and "weights" in absent and model.weights is None:  # their sizes stand for them
-        model = model.model_copy(update={"name": f"{catalogue.RANDOM}{entry.architecture}", "lora": (), "steps": None})
+        if catalogue.parts_of(entry)[0].image_dim is not None:  # such are not drawn
+            return {}
+        model = model.model_copy(update={"name": f"{catalogue.RANDOM}{entry.architecture}", "steps": None})
     loader = ModelLoader(model, torch.device("cpu"))
     for part in PARTS:
         try:

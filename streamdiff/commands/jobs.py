@@ -118,6 +118,33 @@ class ModelsJob(_Job):
     """print as JSON"""
 
 
+class RemoteJob(_Job):
+    """A server that runs elsewhere."""
+
+    url: Annotated[str, Flag(metavar="URL")] = "http://127.0.0.1:8000"
+    """address of the server (default http://127.0.0.1:8000)"""
+    token_file: _File = None
+    """a file with the token to show it"""
+
+
+class McpJob(RemoteJob):
+    """Tools for assistants."""
+
+    folder: Annotated[Path, Flag(metavar="DIR")] = Path(".")
+    """where recordings are put (default: here)"""
+
+
+class OscJob(RemoteJob):
+    """A session that is steered by OSC."""
+
+    session: Annotated[str, Flag()] = "default"
+    """the session to steer (default default)"""
+    listen: Annotated[str, Flag(metavar="HOST:PORT")] = "127.0.0.1:9000"
+    """where messages come in (default 127.0.0.1:9000)"""
+    send: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """where what the session tells goes (default: nowhere)"""
+
+
 class ConvertJob(_Job):
     """What `decode` and `encode` have in common."""
 

@@ -13,7 +13,7 @@ from streamdiff.commands.jobs import ModelsJob
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.pipeline.planner.memory import Memory, in_gb, stage_memory
-from streamdiff.pipeline.planner.model_sizes import SMALL, entry_sizes
+from streamdiff.pipeline.planner.model_sizes import entry_sizes, small_of
 
 STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"
@@ -230,12 +230,13 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
 
 
 def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
-    _, pictures, text = catalogue.parts_of(entry)
+    text = catalogue.parts_of(entry)[2]
     for stages in STAGES:
         largest = _largest(entry, stages)
         sizes = " + ".join(f"{in_gb(size)} {part}" for part, size in largest.parts.items() if size)
         yield counted(stages, "stage"), f"{in_gb(largest.total)} GB at most = {sizes.replace('_', ' ')}"
-        small = f", {in_gb(_largest(entry, stages, vae=SMALL).total)} with {SMALL}" if pictures.config else ""
+        name = small_of(entry.autoencoder)
+        small = f", {in_gb(_largest(entry, stages, vae=name).total)} with {name}" if name else ""
         yield "", f"{in_gb(_largest(entry, stages, 'int8').total)} GB quantised{small}"
     if text.gigabytes is not None:
         yield "beside it", f"{text.gigabytes:g} GB text encoder, where it is kept on the device"

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from streamdiff.core import KVContext
-from streamdiff.engine.timeline import TimedChange, checked, explained, placed
+from streamdiff.engine.timeline import CHANGE, TimedChange, checked, explained, placed
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.version import __version__
 
@@ -49,7 +49,7 @@ class LogHeader:
     cut: str = ""
 
 
-_HEADER, _CHANGE = TypeAdapter(LogHeader), TypeAdapter(TimedChange)
+_HEADER = TypeAdapter(LogHeader)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class ChangeLog:
     def __init__(self, fault: str = "", **begin: Any) -> None:
         """`begin`: fields of `LogHeader`."""
         self.fault, self._begin = fault, begin
+        self.loras = set[str]()
+        """Labels of the LoRAs that it names."""
         self.frames = 0
         """Of the stream, that have been made."""
         self.held: dict[str, float] = {}
@@ -89,6 +91,7 @@ class ChangeLog:
     def add(self, chunk: int, **change: Any) -> None:
         """Note a change, in the words of `TimedChange`, of the next chunk to be admitted. Mutates: self."""
         self._advance(chunk)
+        self.loras |= {change["lora"]["name"]} if "lora" in change else set()
         if self.end is None:
             self._open += _line({"at": chunk, **change})
             self._limit(chunk)
@@ -125,7 +128,8 @@ class ChangeLog:
         data, log = bytes(self._lines + self._latest()), ChangeLog(self.fault, **self._begin)
         log.frames, log.held, log._before, log._chunk = place.frames, dict(place.held), dict(place.held), place.chunk
         log._lines += data[: place.size]
-        changes = [_CHANGE.validate_json(line) for line in data[place.size :].splitlines()]
+        log.loras |= self.loras
+        changes = [CHANGE.validate_json(line) for line in data[place.size :].splitlines()]
         changes = [each for each in changes if (each.at or 0) < until]
         own = (each for each in changes if each.at == place.chunk and (each.controls or each.taps))
         first = next(own, TimedChange(at=place.chunk))
@@ -210,7 +214,7 @@ def parse_log(data: bytes, name: str) -> Log:
     ):
         if wrong:
             raise ConfigError(f"the log {name}: {why}", field=named, code=named)
-    changes = tuple(_parsed(_CHANGE, line, f"{name}:{number}") for number, line in enumerate(lines, 2))
+    changes = tuple(_parsed(CHANGE, line, f"{name}:{number}") for number, line in enumerate(lines, 2))
     try:
         if placed(checked(changes), 1.0) != changes:
             raise RequestError("at", "changes are in the order of their chunks, and have no `seconds`")

@@ -6,16 +6,26 @@ and in the user's own (`streamdiff.api`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from streamdiff.core import Frames, control_values
+from streamdiff.core import Frames, control_values, lora_id, split_label
 from streamdiff.engine import messages, validation
 from streamdiff.engine.change_log import KeptPlace
-from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, Rewind, SetPrompt, StreamCommand
+from streamdiff.engine.messages import (
+    Command,
+    Event,
+    InputFrames,
+    Open,
+    Reset,
+    Rewind,
+    SetLora,
+    SetPrompt,
+    StreamCommand,
+)
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
@@ -25,10 +35,16 @@ from streamdiff.models.spec import ParsedPrompt
 from streamdiff.snapshot_header import read_saved_session, saved_stream
 
 if TYPE_CHECKING:
+    from streamdiff.pipeline.loras import LoadedLora
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 _AT_ONCE = messages.Shown | messages.SetMaxAhead | messages.SetActive
 _UNANSWERED = _AT_ONCE | InputFrames
+
+
+def _named(changes: Sequence[TimedChange]) -> tuple[str, ...]:
+    """LoRAs that changes name."""
+    return tuple({each.lora.name for each in changes if each.lora is not None})
 
 
 class Engine:
@@ -61,6 +77,7 @@ class Engine:
             chunk_compute_s=pipeline.figures.chunk_compute_s(),
             max_sessions=pipeline.figures.max_sessions(),
             max_swapped_sessions=pipeline.figures.max_swapped_sessions(),
+            loras=pipeline.loras.names,
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -197,7 +214,7 @@ class Engine:
                 raise RequestError("log", str(error), error.code) from error
             reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
             self._min_ahead_frames(*self._choice(command))
-        return self._wait(PendingRequest(command, reading.text, reading.notice))
+        return self._wait(PendingRequest(command, reading.text, reading.notice, loras=self._labels(command, None)))
 
     def _open_now(self, command: Open, pending: PendingRequest) -> list[Event]:
         """Open a session whose parts are encoded."""
@@ -213,6 +230,7 @@ class Engine:
     def _begin(self, command: Open, pending: PendingRequest) -> list[Event]:
         """Open a session whose stream begins."""
         slot, made = self._free_slot(), pending.made
+        loras = self._take(slot, made.loras)
         steps, kv_context = self._choice(command)
         session = Session(
             command.session, self._pipeline, slot, self._prompt_queue.encode_text, text=pending.text, seed=command.seed,
@@ -237,8 +255,10 @@ class Engine:
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
         session.begins()
+        for name, scale in (command.loras or {}).items():
+            session.set_lora(loras[name], scale, 1, "")
         try:
-            changes = tuple(self._read_changes(session, command.changes, as_read=True))
+            changes = tuple(self._read_changes(session, command.changes, loras, as_read=True))
         except RequestError:
             self._close(session.name)
             raise
@@ -269,8 +289,11 @@ class Engine:
         elif isinstance(command, Reset):
             validation.check_begin(command, self._pipeline.info)
             pending = PendingRequest(command, self._text_to_encode(session))
+        elif isinstance(command, SetLora | messages.SetTimeline):
+            pending = PendingRequest(command, self._text_to_encode(session), loras=self._labels(command, session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        waits = opening or isinstance(command, SetPrompt | Reset | Rewind)
+        behind = isinstance(command, SetLora) and command.session in self._prompt_queue  # which may be reading it
+        waits = opening or behind or isinstance(command, SetPrompt | Reset | Rewind) or pending.loras or pending.text
         return self._wait(pending) if waits else self._carry_out(pending)
 
     def _carry_out(self, pending: PendingRequest) -> list[Event]:
@@ -310,13 +333,20 @@ class Engine:
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
+            case SetLora(name=name, scale=scale, over=over):
+                known = session.lora_names | self._take(slot, pending.made.loras)
+                if name not in known:
+                    why = f"lora is {name[:60]!r}; the session has {', '.join(known) or 'none'}"
+                    raise RequestError("lora", why, "lora")
+                return session.set_lora(known[name], scale, over, request.request)
             case messages.SetInput():
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
             case messages.SetControls():
                 return session.set_controls(request.values, request.request)
             case messages.SetTimeline():
-                changes = tuple(self._read_changes(session, request.changes))
+                loras = self._take(slot, pending.made.loras)
+                changes = tuple(self._read_changes(session, request.changes, loras))
                 return session.set_timeline(changes, request.begin, self._prompt_queue.encode_ahead, request.request)
             case messages.GetLog():
                 data = session.log.content(self._pipeline.resting.facts(), self._pipeline.next_chunk(slot))
@@ -342,11 +372,35 @@ class Engine:
                 session.shown(request.frames)
         return []
 
+    def _labels(self, command: StreamCommand, session: Session | None) -> tuple[str, ...]:
+        """Names or labels of the LoRAs that have to be read for a request. Raises RequestError for a scale out of
+        range."""
+        match command:
+            case SetLora(name=name, scale=scale):
+                validation.check_lora(command)
+                return () if scale is None or (session and name in session.lora_names) else (name,)
+            case Open(loras=loras, snapshot=snapshot, changes=changes):
+                saved = read_saved_session(snapshot).loras if snapshot else ()
+                return (*saved, *(loras or ()), *_named(changes))
+            case messages.SetTimeline(changes=changes):
+                return _named(changes)
+        return ()
+
+    def _take(self, slot: int, loras: Sequence[LoadedLora]) -> dict[str, int]:
+        """Have LoRAs that were read loaded on all ranks, for a session in `slot`; their ids by name. Raises
+        RequestError where they are too many."""
+        return self._pipeline.loras.take(loras, slot, self._used_loras()) if loras else {}
+
+    def _used_loras(self) -> set[int]:
+        """Ids of those that sessions have, or chunks in flight."""
+        own = (each.all_loras | self._pipeline.loras_of(each.slot) for each in self._sessions.values())
+        return {lora for each in own for lora in each}
+
     def _read_changes(
-        self, session: Session, given: Sequence[TimedChange], as_read: bool = False
+        self, session: Session, given: Sequence[TimedChange], loras: Mapping[str, int], as_read: bool = False
     ) -> Iterator[TimedChange]:
-        """The changes of a timeline, with prompts as texts that the model is given; `as_read`: they are such, as a log
-        has them. Raises RequestError for the first that a client could not ask for."""
+        """The changes of a timeline, with prompts as texts that the model is given, and labels of `loras`; `as_read`:
+        they are such, as a log has them. Raises RequestError for the first that a client could not ask for."""
         slot, previous, usual = session.slot, session.text or None, ""
         for change in given:
             if change.prompt is not None:
@@ -362,6 +416,9 @@ class Engine:
                 change = replace(change, prompt=previous, switch=asked.switch)  # type: ignore[arg-type]
             if change.steps is not None:
                 self._pipeline.check_steps(slot, change.steps)
+            if (own := change.lora) is not None:
+                label = session.label(loras[split_label(own.name)[0]])
+                change = replace(change, lora=replace(own, name=label))
             control_values(self._pipeline.info.controls, change.controls | change.taps)
             yield change
 
@@ -434,6 +491,8 @@ class Engine:
             dropped = [*self._resting.forget(session), *(pending.request for pending in session.later), *dropped]
             self._next_epoch[session.slot] = session.epoch + 1
             self._pipeline.close_session(session.slot)
+            for lora in session.all_loras - self._used_loras() if reason else ():  # a rank may have failed to load it
+                self._pipeline.loras.drop(lora, session.slot)
         return [*(validation.closed_before(command) for command in dropped if validation.is_answered(command)), *events]
 
     # ---- saved sessions ------------------------------------------------------------------------------------------
@@ -477,7 +536,12 @@ class Engine:
         if source.fed or source.catch_up is not None:
             why = f"session {source.name!r} is fed with video, or is being rewound; ask again when that has ended"
             raise RequestError("session", why, "busy")
-        return source, self._resting.kept.find(source, command.chunk, self._pipeline.next_chunk(source.slot))
+        kept = self._resting.kept.find(source, command.chunk, self._pipeline.next_chunk(source.slot))
+        labels = {*source.log.loras, *read_saved_session(kept.snapshot).loras}
+        if gone := [split_label(each)[0] for each in labels if lora_id(each) not in self._pipeline.loras.loaded]:
+            why = f"it had LoRAs that are not loaded any more: {', '.join(gone)}; load them first"
+            raise RequestError("chunk", f"chunk is {command.chunk}; {why}", "lora")
+        return source, kept
 
     def _rewind(self, session: Session, command: Rewind) -> list[Event]:
         """A session goes on from an earlier chunk. Raises RequestError: it cannot, and goes on as it did."""
@@ -513,6 +577,7 @@ class Engine:
         start, embeddings = map(snapshot.tensors.get, ("start", "prompt_embeds"))
         if not saved.text and embeddings is None:
             raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
+        loras = self._take(slot, pending.made.loras)
         session = Session(
             command.session, self._pipeline, slot, self._prompt_queue.encode_text, text=saved.text, seed=saved.seed,
             kv_context=saved.kv_context, epoch=saved.epoch,
@@ -532,6 +597,7 @@ class Engine:
         events = [event for each in frames for event in self._number(each)]
         switches = possible_switches(self._pipeline, slot)
         if branch is not None:
+            session.resume_loras({})
             session.renumber(command.epoch + session.epoch - oldest, command.made_frames, command.shown_frames)
             session.catch_up_with(*branch, command.chunk, again, self._prompt_queue.encode_ahead)
             if command.steps is not None:
@@ -539,6 +605,8 @@ class Engine:
             return events if again else events + session.open("", switches)
         new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
+        scales = saved.loras if command.loras is None else {**dict.fromkeys(saved.loras), **command.loras}
+        session.resume_loras({loras[split_label(each)[0]]: scale for each, scale in scales.items()})
         if new_text:
             session.encoded = pending.text, pending.made.conditioning
             session.set_prompt(pending.text, pending.notice, "", next(each for each in switches if each != "reset"))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES, ModelInfo
-from streamdiff.engine.timeline import TimedChange
+from streamdiff.engine.timeline import CHANGE, TimedChange
 
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
@@ -54,6 +54,8 @@ class Open(StreamCommand):
     `image` is for resets; frames are numbered from `made_frames`, or from the snapshot's number where that is higher;
     epochs go on so that the last, which has all of it, is `epoch` or above. A background session takes none.
 
+    `loras`: scales of LoRAs by name, see `SetLora`; None: none, or those of the snapshot.
+
     `prompt_embeds`, `image_latents`, `video_latents` and `strength`: see `features.Features`. A session that has the
     first of them has no prompt, and one that continues from a snapshot has what was saved with it.
 
@@ -81,6 +83,7 @@ class Open(StreamCommand):
     image_latents: Data | None = field(default=None, repr=False)
     video_latents: Data | None = field(default=None, repr=False)
     strength: float = DEFAULT_STRENGTH
+    loras: dict[str, float] | None = None
     source: str = ""
     chunk: int = 0
     changes: tuple[TimedChange, ...] = ()
@@ -92,7 +95,7 @@ class Open(StreamCommand):
 
 def _as_objects(changes: tuple[TimedChange | dict[str, Any], ...]) -> tuple[TimedChange, ...]:
     """Changes as objects, also those that came as JSON."""
-    return tuple(each if isinstance(each, TimedChange) else TimedChange(**each) for each in changes)
+    return tuple(CHANGE.validate_python(each) for each in changes)
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,18 @@ class SetSteps(StreamCommand):
     those begun. Answered by `Accepted` or `Refused`, later by `Applied`; of several waiting, the latest wins."""
 
     steps: int
+    request: str = ""
+
+
+@dataclass(frozen=True)
+class SetLora(StreamCommand):
+    """Have the LoRA of a file of `model.lora_dir`, by its name without the suffix, at `scale`, from 0 to 2, from the
+    next chunk on; it goes there over so many chunks, from where it is (0 where it is new). None: take it out. Answered
+    by `Accepted`, once its file is read, or `Refused`, later by `Applied`."""
+
+    name: str
+    scale: float | None = 1.0
+    over: int = 1
     request: str = ""
 
 
@@ -257,7 +272,8 @@ Command = StreamCommand | Shutdown
 class Ready(ModelInfo):
     """The engine is warm, and what its model is. `chunk_compute_s`: seconds of work in a chunk, measured while warming
     up (None: not measured); `max_sessions`: sessions of the default kind that fit into memory (None: unknown);
-    `max_swapped_sessions`: how many more may be open while swapped out (None: no limit)."""
+    `max_swapped_sessions`: how many more may be open while swapped out (None: no limit); `loras`: names of those that
+    sessions may load."""
 
     examples: tuple[str, ...] = ()
     suggestions: tuple[tuple[str, ...], ...] = ()
@@ -265,18 +281,21 @@ class Ready(ModelInfo):
     chunk_compute_s: float | None = None
     max_sessions: int | None = None
     max_swapped_sessions: int | None = 0
+    loras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Opened(StreamEvent):
     """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty. `switches`:
-    those of PROMPT_POLICIES that this session's KV context can do. `image`: whether a reset begins with a picture."""
+    those of PROMPT_POLICIES that this session's KV context can do. `image`: whether a reset begins with a picture;
+    `loras`: scales of LoRAs by name."""
 
     epoch: int
     text: str
     notice: str = ""
     switches: tuple[str, ...] = PROMPT_POLICIES
     image: bool = False
+    loras: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -300,13 +319,14 @@ class Kept(StreamEvent):
 class Accepted(StreamEvent):
     """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
     prompt as the model is given it, empty where the request says nothing of it; `begin`: the chunk from which a
-    timeline counts."""
+    timeline counts; `loras` as of `Opened`, None: as before."""
 
     request: str
     epoch: int
     text: str
     notice: str = ""
     begin: int = 0
+    loras: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

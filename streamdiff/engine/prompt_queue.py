@@ -20,18 +20,20 @@ from streamdiff.engine.validation import SESSION_ERRORS, reason_of
 from streamdiff.errors import RequestError
 
 if TYPE_CHECKING:
+    from streamdiff.pipeline.loras import LoadedLora
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 
 class Encoded(NamedTuple):
     """What a request's parts have become, as the pipeline takes them: the text's embeddings, or a
-    picture's features in their place, the encoded picture, and what chunks are to start from; None: it has no such
-    part."""
+    picture's features in their place, the encoded picture, and what chunks are to start from (None: it has no such
+    part), and LoRAs that were read."""
 
     conditioning: Any = None
     start: Any = None
     video: Any = None
     image_features: Any = None
+    loras: tuple[LoadedLora, ...] = ()
 
 
 NOTHING = Encoded()
@@ -41,21 +43,22 @@ NOTHING = Encoded()
 class PendingRequest:
     """A request; `text` and `notice` are how its prompt was understood, where it has one that is to be encoded.
 
-    Once it may run, `made` has what was encoded (no conditioning where a later prompt supersedes the text), or `error`
-    says why encoding failed.
+    `loras` are labels of those that are to be read. Once it may run, `made` has what was encoded (no conditioning where
+    a later prompt supersedes the text), or `error` says why encoding failed.
     """
 
     request: StreamCommand
     text: str = ""
     notice: str = ""
     made: Encoded = NOTHING
+    loras: tuple[str, ...] = ()
     error: BaseException | None = None
 
     @property
     def begins_with(self) -> bool:
-        """Whether a stream begins with more than a text by this request: a picture, or features."""
+        """Whether a stream begins with more than a text by this request: a picture, features or LoRAs."""
         image = isinstance(self.request, Open | Reset) and self.request.image is not None
-        return image or (isinstance(self.request, Open) and bool(features_of(self.request).names))
+        return bool(image or self.loras or (isinstance(self.request, Open) and features_of(self.request).names))
 
 
 @dataclass
@@ -192,6 +195,8 @@ class PromptQueue:
             start, features = self._encode_picture(request.image[0])
             made = made._replace(start=start, image_features=features)
             made = made if features is None else made._replace(conditioning=features)
+        if pending.loras:
+            made = made._replace(loras=tuple(map(self._pipeline.loras.read, pending.loras)))
         if pending.text and made.conditioning is None:
             made = made._replace(conditioning=self.encode_text(pending.text))
         return made

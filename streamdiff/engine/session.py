@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from streamdiff.core import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES, exact_scale, lora_id, split_label
 from streamdiff.engine.change_log import ChangeLog, KeptPlace
 from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened, Pictures
 from streamdiff.engine.timeline import TimedChange, Timeline
@@ -45,6 +45,24 @@ class Blend:
     after: Any = None
     share: int = 0
     chunk: int = -1
+
+
+@dataclass
+class Fade:
+    """A change of a LoRA's scale `before` to `after` (None: it is taken out then) over so many chunks, of which `share`
+    have been given theirs; the latest of them is chunk `chunk`."""
+
+    before: float
+    after: float | None
+    over: int
+    share: int = 0
+    chunk: int = -1
+
+    @property
+    def scale(self) -> float | None:
+        if self.share >= self.over:
+            return self.after
+        return exact_scale(self.before + ((self.after or 0.0) - self.before) * self.share / self.over)
 
 
 @dataclass(eq=False)
@@ -91,6 +109,11 @@ class Session:
     """What was accepted and is not applied yet, in order: by kind (prompt, steps, input) its epoch, and what becomes of
     the past, the steps, or the strength."""
     _blend: Blend | None = field(default=None, init=False)
+    loras: dict[int, float] = field(default_factory=dict, init=False)
+    """Scales of LoRAs, by id, as the latest requests have them."""
+    _scales: dict[int, float] = field(default_factory=dict, init=False)
+    """As the pipeline was given them last."""
+    _fades: dict[int, Fade] = field(default_factory=dict, init=False)
     _given: Any = field(default=None, init=False)
     """The conditioning that the pipeline was given last; None, in a resumed session: that of the text."""
     stream: object = field(default_factory=object, init=False)
@@ -167,15 +190,18 @@ class Session:
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
         self._set_frame_credit()
-        return [Opened(self.name, self.epoch, self.text, notice, switches, self.start is not None)]
+        about = notice, switches, self.start is not None, self._named_loras
+        return [Opened(self.name, self.epoch, self.text, *about)]
 
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
         assert not self.changes, "apply_pending comes first"
         epoch, made, shown = self.epoch - self._epoch_shift, self.made_frames, self._shown_frames
+        loras = sorted({*self.loras, *self._pipeline.loras_of(self.slot)})
         return {
             "text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown,
             "blending": self._blend is not None,
+            "loras": {self.label(lora): self.loras.get(lora) for lora in loras},
         }  # fmt: skip
 
     def resume_at(self, saved: SavedStream, chunk: int, oldest_epoch: int, epoch: int, paused: bool) -> None:
@@ -203,7 +229,7 @@ class Session:
 
     def begins_at(self, request: str) -> Event:
         """It has been rewound."""
-        return Accepted(self.name, request, self._oldest_epoch, self.text)
+        return Accepted(self.name, request, self._oldest_epoch, self.text, loras=self._named_loras)
 
     @property
     def _caught_up(self) -> bool:
@@ -223,7 +249,7 @@ class Session:
     @property
     def settled(self) -> bool:
         """Whether a snapshot, and its log from there on, have all that it takes to go on from it."""
-        waits = self.changes or self._blend or self.fed or self.catch_up is not None
+        waits = self.changes or self._moving or self.fed or self.catch_up is not None
         return not waits and self.log.end is None
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
@@ -263,6 +289,43 @@ class Session:
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, "")]
 
+    def set_lora(self, lora: int, scale: float | None, over: int, request: str) -> list[Event]:
+        """Accept a scale of a LoRA that is loaded, or its end; `apply_pending` gives it to the pipeline, unless a later
+        one comes first."""
+        if scale is None:
+            del self.loras[lora]
+        else:
+            scale = self.loras[lora] = exact_scale(scale)
+        self._change(f"lora {lora}", (lora, self.label(lora), scale, over))
+        return [Accepted(self.name, request, self.epoch, "", loras=self._named_loras)]
+
+    @property
+    def _named_loras(self) -> dict[str, float]:
+        return {name: self.loras[lora] for name, lora in self.lora_names.items()}
+
+    @property
+    def lora_names(self) -> dict[str, int]:
+        """Ids of its LoRAs by name."""
+        return {split_label(self.label(lora))[0]: lora for lora in self.loras}
+
+    @property
+    def all_loras(self) -> set[int]:
+        """Ids of the LoRAs that it has, or its timeline will."""
+        to_come = () if self._timeline is None else self._timeline.changes
+        return {*self.loras, *(lora_id(each.lora.name) for each in to_come if each.lora is not None)}
+
+    def resume_loras(self, scales: Mapping[int, float | None]) -> None:
+        """After `resume_at`: have these LoRAs, where those of the snapshot are at other scales. Mutates: self."""
+        self._scales = dict(self._pipeline.sampler.sessions[self.slot].latest_loras)
+        self.loras = dict(self._scales)
+        for lora, scale in scales.items():
+            if scale != self._scales.get(lora):
+                self.set_lora(lora, scale, 1, "")
+
+    def label(self, lora: int) -> str:
+        """The label of a LoRA that is loaded."""
+        return self._pipeline.loras.loaded[lora]
+
     def set_input(self, strength: float | None, request: str) -> list[Event]:
         """Accept an input, or its strength, or its end; `apply_pending` gives it to the pipeline, unless a later one
         comes first."""
@@ -290,7 +353,7 @@ class Session:
     def _change(self, kind: str, value: Any) -> None:
         """Note what `apply_pending` gives to the pipeline, under the next epoch; the one before that is for a chunk of
         the present blend. Mutates: self."""
-        self.epoch += 1 if self._blend is None else 2
+        self.epoch += 2 if self._blend or self._fades else 1
         self._pending.pop(kind, None)
         self._pending[kind] = self.epoch, value
 
@@ -301,8 +364,14 @@ class Session:
 
     @property
     def _blends(self) -> bool:
-        """Whether the next chunk is another one of a blend."""
-        return self._blend is not None and self._blend.chunk != self._pipeline.next_chunk(self.slot)
+        """Whether the next chunk is another one of a blend, or of a change of a scale."""
+        moving = self._moving
+        return bool(moving) and any(each.chunk != self._pipeline.next_chunk(self.slot) for each in moving)
+
+    @property
+    def _moving(self) -> list[Blend | Fade]:
+        """What comes over several chunks."""
+        return [*self._fades.values()] if self._blend is None else [self._blend, *self._fades.values()]
 
     @property
     def due(self) -> bool:
@@ -341,6 +410,8 @@ class Session:
         if change.prompt is not None:
             self.encoded = change.prompt, conditioning
             events += self.set_prompt(change.prompt, "", "", change.switch or "keep", False, change.over, change.along)
+        if (own := change.lora) is not None and (own.scale is not None or lora_id(own.name) in self.loras):
+            events += self.set_lora(lora_id(own.name), own.scale, own.over, "")
         if change.steps is not None:
             ahead = self._pipeline.min_ahead_frames(steps=change.steps, kv_context=self.kv_context)
             self.set_steps(change.steps, ahead, "")
@@ -361,7 +432,7 @@ class Session:
 
     def _wait(self) -> None:
         """Tell the pipeline which chunk waits for the next change. Mutates: self."""
-        chunks = [] if self._blend is None else [self._blend.chunk + 1]
+        chunks = [each.chunk + 1 for each in self._moving]
         if self._timeline is not None and self._timeline.chunk is not None:
             chunks.append(self._timeline.chunk)
         if self.catch_up is not None:
@@ -373,6 +444,7 @@ class Session:
     def apply_pending(self, in_order: bool = False) -> None:
         """Give the pipeline the latest prompt, steps and input that it does not have yet, in the order of their
         epochs; `in_order`: those that may be given now, see `apply_changes`."""
+        renew: int | None = None
         while self._pending:
             if (early := self._pipeline.reruns(self.slot)) and in_order:
                 return
@@ -382,10 +454,12 @@ class Session:
             kind = next(iter(self._pending))
             epoch, value = self._pending[kind]
             epoch -= self._epoch_shift
-            if kind == "prompt" and self._blends:  # its last prompt is the same, whenever this one has come
+            if kind == "prompt" and self._blend is not None and self._blend.chunk != chunk:
+                # Its last prompt is the same, whenever this one has come.
                 self._blend_on(epoch - 1)
                 continue
             del self._pending[kind]
+            renew = epoch if kind.startswith("lora") else None
             if kind == "prompt":
                 self._blend = value
                 if self._given is not None:
@@ -393,6 +467,10 @@ class Session:
                 how = {"over": value.over, "along": value.along} if value.over > 1 else {}
                 self.log.add(chunk, prompt=value.text, switch=value.switch, **how)
                 self._blend_on(epoch)
+            elif renew is not None:
+                lora, label, scale, over = value
+                self._fades[lora] = Fade(self._scales.get(lora, 0.0), scale, over)
+                self.log.add(chunk, lora={"name": label, "scale": scale, "over": over})
             elif kind == "steps":
                 if value != self.steps:
                     self.log.add(chunk, steps=value)
@@ -404,24 +482,39 @@ class Session:
                 self._pipeline.set_input(self.slot, value, epoch=epoch)
 
         if self._blends:
-            self.epoch += 1
-            self._blend_on(self.epoch - self._epoch_shift)
+            self.epoch += renew is None
+            self._blend_on(self.epoch - self._epoch_shift if renew is None else renew)
         self._wait()
 
     def _blend_on(self, epoch: int) -> None:
-        """Give the pipeline the conditioning of the next chunk of the blend. Mutates: self."""
-        blend = self._blend
-        assert blend is not None, "there is one"
-        if not blend.share:
-            blend.after = self.conditioning
-        blend.share += 1
-        switch, self._given = blend.switch, blend.after
-        if blend.share < blend.over:
-            switch, blend.chunk = "keep", self._pipeline.next_chunk(self.slot)
-            self._given = self._pipeline.blended(blend.before, blend.after, blend.share / blend.over, blend.along)
-        else:
-            self._blend = None
-        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch)
+        """Give the pipeline the conditioning of the next chunk of the blend, and scales of LoRAs. Mutates: self."""
+        blend, switch, chunk = self._blend, "keep", self._pipeline.next_chunk(self.slot)
+        if blend is not None and blend.chunk != chunk:
+            if not blend.share:
+                blend.after = self.conditioning
+            blend.share += 1
+            self._given = blend.after
+            if blend.share < blend.over:
+                blend.chunk = chunk
+                self._given = self._pipeline.blended(blend.before, blend.after, blend.share / blend.over, blend.along)
+            else:
+                switch, self._blend = blend.switch, None
+        self._given = self.conditioning if self._given is None else self._given
+        loras = self._faded(chunk)
+        self._pipeline.set_conditioning(self.slot, self._given, epoch=epoch, switch=switch, loras=loras)
+
+    def _faded(self, chunk: int) -> dict[int, float]:
+        """The scales of LoRAs for `chunk`. Mutates: self."""
+        for lora, fade in list(self._fades.items()):
+            fade.share += fade.chunk != chunk
+            fade.chunk = chunk
+            if (scale := fade.scale) is None:
+                self._scales.pop(lora, None)
+            else:
+                self._scales[lora] = scale
+            if fade.share >= fade.over:
+                del self._fades[lora]
+        return dict(self._scales)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -433,17 +526,23 @@ class Session:
         self.chunk = -1
         self._oldest_epoch = self.epoch
         self._shown_frames = self.made_frames
-        self._pending.pop("prompt", None)
+        # It begins with what blends and fades lead to.
+        self._pending = {kind: each for kind, each in self._pending.items() if kind in ("steps", "input")}
         self._blend, self._hidden = None, 0
+        self._fades.clear()
+        self._scales = dict(self.loras)
         if self.catch_up is not None:
             self._timeline = self.catch_up = None
         self.apply_pending()
         before, next_chunk = self.log, self._pipeline.next_chunk(self.slot)
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
-        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
+        how = {"start": self.start, "loras": dict(self._scales)}
+        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, **how)
         self._pipeline.set_paused(self.slot, self._paused)
         self.begins()
-        self.log.begin_with(self._pipeline.next_chunk(self.slot), before, next_chunk)
+        self.log.begin_with(chunk := self._pipeline.next_chunk(self.slot), before, next_chunk)
+        for lora, scale in self._scales.items():
+            self.log.add(chunk, lora={"name": self.label(lora), "scale": scale})
         if self._timeline is not None:
             self._timeline = replace(self._timeline, begin=0, place=0)
         self._wait()

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
-from streamdiff.core import PromptPolicy
+from streamdiff.core import MAX_LORA_SCALE, PromptPolicy
 from streamdiff.errors import ConfigError, RequestError
 
 BLENDS, MAX_BLEND_CHUNKS = ("line", "sphere"), 256
@@ -28,12 +28,35 @@ _Value = Annotated[float, Field(ge=-1, le=1)]
 _Values = Annotated[dict[_Name, _Value], Field(max_length=64)]
 
 
+LoraName = Annotated[str, Field(min_length=1, max_length=300)]
+LoraScale = Annotated[float, Field(strict=True, ge=0, le=MAX_LORA_SCALE)] | None
+Over = Annotated[int, Field(strict=True, ge=1, le=MAX_BLEND_CHUNKS)]
+
+
+@dataclass(frozen=True)
+class LoraChange:
+    """A LoRA of `model.lora_dir` as in `SetLora`; a log has its label, `name@digest`, in place of the name."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    name: LoraName
+    """of its file, without .safetensors"""
+    scale: LoraScale = 1.0
+    """null: it is taken out"""
+    over: Over = 1
+    """chunks over which the scale changes"""
+
+
+Lora = Annotated[LoraChange, WithJsonSchema(TypeAdapter(LoraChange).json_schema())]
+"""Described where it stands."""
+
+
 @dataclass(frozen=True)
 class TimedChange:
     """What changes at chunk `at`, or, until `placed` says at which, after `seconds`. `prompt`, with `switch` (None:
-    what suits the model), `over` and `along`, and `steps` as in the commands of these names. `controls` are held from
-    then on, `taps` only for the chunk's first latent frame (of some controls: for all of it). `loop`: at this chunk
-    everything begins again."""
+    what suits the model), `over` and `along`, `steps` and `lora` as in the commands of these names. `controls` are
+    held from then on, `taps` only for the chunk's first latent frame (of some controls: for all of it). `loop`: at this
+    chunk everything begins again."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -44,10 +67,11 @@ class TimedChange:
     prompt: Annotated[str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*$")] | None = None
     switch: PromptPolicy | None = None
     """what the prompt does to the past, but `reset`; left out: what suits the model"""
-    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = 1
+    over: Over = 1
     """chunks over which the prompt comes"""
     along: Literal["line", "sphere"] = "line"
     steps: Annotated[int, Field(ge=1, le=1000)] | None = None
+    lora: Lora | None = None
     controls: _Values = field(default_factory=dict)
     """held from then on, by name"""
     taps: _Values = field(default_factory=dict)
@@ -56,6 +80,7 @@ class TimedChange:
     """everything begins again here; alone, in the last one"""
 
 
+CHANGE = TypeAdapter(TimedChange)
 _CHANGES: TypeAdapter[list[TimedChange]] = TypeAdapter(Annotated[list[TimedChange], Field(max_length=MAX_CHANGES)])
 
 
@@ -78,14 +103,14 @@ def checked(changes: Sequence[TimedChange]) -> tuple[TimedChange, ...]:
         RequestError: for the first that cannot; `field` is its place and the field.
     """
     for index, each in enumerate(changes):
-        others = each.prompt is not None or each.steps is not None or each.controls or each.taps
+        others = each.prompt is not None or each.steps is not None or each.lora or each.controls or each.taps
         one_time = (each.at is None) != (each.seconds is None)
         for name, wrong, why in (
             ("at", not one_time, "(a chunk) or `seconds` says when: give one of the two"),
             ("loop", each.loop and (others or index < len(changes) - 1), "is alone, in the last change of all"),
             ("loop", each.loop and not (each.at or each.seconds), "is at a later chunk than the first"),
             ("loop", each.loop and index == 0, "has nothing before it that could begin again"),
-            ("prompt", not (others or each.loop), "is missing, and so are steps, controls, taps and loop: give one"),
+            ("prompt", not (others or each.loop), "is missing; give it, or steps, lora, controls, taps or loop"),
             ("switch", each.switch == "reset", "cannot be reset: that would begin the timeline again"),
             ("over", each.over > 1 and each.prompt is None, "is for a prompt; give one"),
         ):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from streamdiff.core import ModelInfo
+from streamdiff.core import MAX_LORA_SCALE, ModelInfo
 from streamdiff.engine.features import check_together, features_of
-from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, SetPrompt, Shutdown
+from streamdiff.engine.messages import Command, Open, Pictures, Refused, Reset, SetLora, SetPrompt, Shutdown
 from streamdiff.engine.timeline import BLENDS, MAX_BLEND_CHUNKS
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 
@@ -28,16 +28,28 @@ def check_prompt(prompt: str) -> None:
         )
 
 
+def _check_over(over: int) -> None:
+    if not 1 <= over <= MAX_BLEND_CHUNKS:
+        raise RequestError("over", f"over is {over}; a change comes over 1 to {MAX_BLEND_CHUNKS} chunks")
+
+
 def check_blend(command: SetPrompt) -> None:
     """Raises RequestError unless a prompt can come over so many chunks."""
-    if not 1 <= command.over <= MAX_BLEND_CHUNKS:
-        raise RequestError("over", f"over is {command.over}; a prompt comes over 1 to {MAX_BLEND_CHUNKS} chunks")
+    _check_over(command.over)
     if command.along not in BLENDS:
         raise RequestError("along", f"along is {command.along!r}; it can be {' or '.join(BLENDS)}")
     if command.over > 1 and command.switch in ("flush", "reset"):
         raise RequestError(
             "over", f"a prompt that comes over {command.over} chunks keeps the past; `switch` is {command.switch}"
         )
+
+
+def check_lora(command: SetLora) -> None:
+    """Raises RequestError unless the scale is in range, and the number of chunks over which it comes."""
+    if command.scale is not None and not 0 <= command.scale <= MAX_LORA_SCALE:
+        why = f"scale is {command.scale}; a LoRA has one from 0 to {MAX_LORA_SCALE:g}"
+        raise RequestError("scale", why, "out_of_range")
+    _check_over(command.over)
 
 
 def check_open(command: Open, info: ModelInfo) -> None:

@@ -49,23 +49,6 @@ class Architecture(_Entry):
     image_dim: int | None = None
     actions: ActionModules | None = None
 
-    def arguments(self, text_dim: int) -> dict[str, Any]:
-        """Arguments of `transformer.wan.make_transformer`, for texts of this width."""
-        camera = {} if self.camera_channels is None else {"camera_channels": self.camera_channels}
-        return camera | {
-            "patch_size": self.patch,
-            "num_attention_heads": self.heads,
-            "attention_head_dim": self.width // self.heads,
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "text_dim": text_dim,
-            "freq_dim": self.freq_dim,
-            "ffn_dim": self.ffn_dim,
-            "num_layers": self.blocks,
-            "cross_attn_norm": True,
-            "image_dim": self.image_dim,
-        }
-
 
 class Files(_Entry):
     """Files of one repository of the hub; `licence` is that of the files, not of any code."""
@@ -272,7 +255,7 @@ RANDOM = "random:"
 """What the name of a model, or autoencoder, without a file begins with: its weights are drawn where they are used, to
 measure speed and memory before anything is downloaded; the picture is noise. `random:wan2.1-1.3b` is a transformer of
 that architecture (any of the catalogue's but the embedded model's) with LongLive's stream, in 4, 2 or 1 steps;
-`random:wan2.1` is Wan's autoencoder, `random:taew2_1` the small one."""
+`random:wan2.1` is Wan's autoencoder, `random:taew2_1` the small one, and so for Wan2.2."""
 _FOLDER, _PARTS = Path(__file__).with_name("published"), "parts.yaml"
 _RANDOM_LIKE, _RANDOM_STEPS, _RANDOM_SHIFT = "longlive-1.3b", (4, 2, 1), 5.0
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -335,6 +318,7 @@ def _random_entry(name: str) -> CatalogueEntry:
         "name": wanted,
         "title": f"{wanted} with random weights",
         "architecture": wanted,
+        "autoencoder": autoencoder_of(found[wanted].out_channels),
         "lora": None,
         "context": Context(trained="clean", works=("clean", "staircase", "same_step"), noise=0.0),
         "positions": Positions(published="relative"),
@@ -346,6 +330,12 @@ def autoencoders() -> dict[str, Files]:
     """The files of published autoencoders, large and small, by name."""
     large = {name: each.weights for name, each in parts().autoencoders.items() if each.weights is not None}
     return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
+
+
+def autoencoder_of(channels: int) -> str | None:
+    """The name of Wan's autoencoder that has so many latent channels; None: there is none."""
+    known = parts().autoencoders.items()
+    return next((name for name, each in known if each.config is not None and each.channels == channels), None)
 
 
 def parts_of(entry: CatalogueEntry) -> tuple[Architecture, Autoencoder, PublishedTextEncoder]:
@@ -364,8 +354,21 @@ def files_of(entry: CatalogueEntry) -> dict[str, Files]:
 
 def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
     """Arguments of diffusers' `WanTransformer3DModel` for the model's own transformer."""
-    architecture, _, text = parts_of(entry)
-    return architecture.arguments(text.width)
+    own, _, text = parts_of(entry)
+    camera = {} if own.camera_channels is None else {"camera_channels": own.camera_channels}
+    return camera | {
+        "patch_size": own.patch,
+        "num_attention_heads": own.heads,
+        "attention_head_dim": own.width // own.heads,
+        "in_channels": own.in_channels,
+        "out_channels": own.out_channels,
+        "text_dim": text.width,
+        "freq_dim": own.freq_dim,
+        "ffn_dim": own.ffn_dim,
+        "num_layers": own.blocks,
+        "cross_attn_norm": True,
+        "image_dim": own.image_dim,
+    }
 
 
 def make_spec(
@@ -376,7 +379,7 @@ def make_spec(
 
     A model that makes whole clips has no steps, and a window of 0: who runs it has to say both.
     """
-    usual = find(USUAL)
+    usual = _usual(architecture["out_channels"])
     assert usual.stream is not None and usual.native_fps is not None
     known = entry or usual
     _, pictures, text = parts_of(known)
@@ -428,6 +431,12 @@ def make_spec(
         controls=entry.controls if actions is not None else spec.controls,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
+
+
+def _usual(channels: int) -> CatalogueEntry:
+    """What is usual, with Wan's autoencoder for so many latent channels."""
+    usual = find(USUAL)
+    return usual.model_copy(update={"autoencoder": autoencoder_of(channels) or usual.autoencoder})
 
 
 def small_autoencoder(name: str) -> str | None:

@@ -1,5 +1,6 @@
-"""Opens model checkpoints in any layout (safetensors, sharded safetensors, torch files): shapes and dtypes, and single
-tensors on demand, memory-mapped; and loads tensors into modules. Files of inputs and results are read by `tensor_file`.
+"""Opens model checkpoints in any layout (safetensors, whole or in shards, torch files, GGUF): shapes and dtypes, and
+single tensors on demand, memory-mapped; and loads tensors into modules. Files of inputs and results are read by
+`tensor_file`.
 
 A returned tensor is a view of the mapped file until it is copied or cast, so it must not be written to, and the file
 must not be changed in place while it is in use (replacing it by another is fine). A torch file is a pickle, which can
@@ -8,6 +9,7 @@ run code when it is opened; it is opened with torch's `weights_only`, and one th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import re
@@ -18,13 +20,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import weight_files
-from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, fault_list, some
+from streamdiff.models.headers import DAMAGED
+from streamdiff.models.weight_files import ENDINGS, GGUF, INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, fault_list, some
 
 logger = logging.getLogger(__name__)
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
@@ -68,7 +72,7 @@ def open_checkpoint(
     order: Sequence[str] = CONTAINERS,
     names: Sequence[str] = USUAL_STEMS,
 ) -> Checkpoint:
-    """Open a checkpoint: a file (`.safetensors`, `.pt`, `.pth`, `.bin`), the index of several
+    """Open a checkpoint: a file (`.safetensors`, `.pt`, `.pth`, `.bin`, `.gguf`), the index of several
     (`.safetensors.index.json`), or a folder with one of these, possibly in `transformer`. A folder's `config.json`
     comes along.
 
@@ -89,6 +93,7 @@ def open_checkpoint(
     weight_files.check_file(path)
     way, metadata = list[str](), dict[str, str]()
     entries: Mapping[str, Tensor]
+    read: Callable[[str], Tensor] | None = None
     wanted = container or usual
     if path.suffix in PICKLES:
         way, entries, found = _choose(path, unpickle(path), wanted, order, by_hand=container is not None)
@@ -97,13 +102,16 @@ def open_checkpoint(
         entries, metadata = _mapped(path)
     elif path.name.endswith(INDEX):
         entries = _Shards(path)
+    elif path.suffix == GGUF:
+        entries, read = _outlines(path)
     else:
-        raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
+        raise ConfigError(f"{path}: a checkpoint ends in {', '.join(ENDINGS)}")
     prefix, counting = _narrow(path, tuple(entries), wanted, order, by_hand=container is not None)
     config = path.parent / "config.json"
     own = weight_files.read_object(config) if in_folder and config.is_file() else None
     way += prefix
-    return _scaled(Checkpoint(path, entries, entries.__getitem__, tuple(counting), ".".join(way), own, metadata))
+    read = read or entries.__getitem__
+    return _scaled(Checkpoint(path, entries, read, tuple(counting), ".".join(way), own, metadata))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -174,14 +182,77 @@ class _Shards(Mapping[str, Tensor]):
         return self._open[path][name]
 
 
+# ---- GGUF ------------------------------------------------------------------------------------------------------------
+
+GGUF_INSTALL = "install it with: pip install 'streamdiff[gguf]'"
+_FOLDED = "patch_embedding"
+"""A convolution whose kernels have five axes, of which GGUF knows four: some programs leave it out, some fold two."""
+
+
+def gguf_kinds() -> list[str]:
+    """Names of the quant types that the installed package `gguf` dequantises, tried out on a block of zeros each."""
+    import gguf
+
+    kinds = []
+    for kind, (_, size) in gguf.GGML_QUANT_SIZES.items():
+        with contextlib.suppress(NotImplementedError):
+            gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+            kinds.append(str(kind.name))
+    return kinds
+
+
+def _outlines(path: Path) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """The tensors of a GGUF file by name, without memory, and what dequantises one of them to float32. Names and shapes
+    are ComfyUI-GGUF's: the model's own.
+
+    Raises:
+        ConfigError: the package is missing, the file is damaged, or it has quant types that are not known.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError(f"{path}: is a GGUF file, which takes the package gguf ({error}); {GGUF_INSTALL}") from None
+    shapes = dict[str, tuple[int, ...]]()
+    try:
+        reader = gguf.GGUFReader(path)
+        stored = {each.name: each for each in reader.tensors}
+        for name, each in stored.items():
+            whole = reader.get_field(f"comfy.gguf.orig_shape.{name}")  # of one that was stored in rows of 256
+            shapes[name] = tuple(map(int, whole.contents() if whole else reversed(each.shape)))
+            if prod(shapes[name]) != each.n_elements or min(shapes[name], default=1) < 1:
+                raise ValueError(f"{name} has {each.n_elements} numbers, not {list(shapes[name])}")
+    except Exception as error:  # of any kind, as the package uses a file before it looks whether it is whole
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: not a readable GGUF file, or cut off ({reason}); {DAMAGED}") from error
+    if unknown := {each.tensor_type.name for each in stored.values()} - set(known := gguf_kinds()):
+        raise ConfigError(f"{path}: quantised as {', '.join(sorted(unknown))}; read are {', '.join(known)}")
+    for name in [name for name in shapes if name.endswith(f"{_FOLDED}.bias")]:
+        weight = name.replace(".bias", ".weight")
+        if weight not in shapes:
+            raise ConfigError(
+                f"{path}: {weight} was left out when it was quantised; fix_5d_tensors.py of ComfyUI-GGUF puts it back"
+            )
+        rows, folded = prod(shapes[name]), shapes[weight]
+        if len(folded) == 4 and folded[0] % rows == 0:
+            shapes[weight] = (rows, folded[0] // rows, *folded[1:])
+
+    def read(name: str) -> Tensor:
+        values = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+        return torch.from_numpy(np.require(values, requirements="W")).reshape(shapes[name])
+
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, read
+
+
 # ---- weights in 8 bits with scales beside them -----------------------------------------------------------------------
 
 _SCALE = re.compile(r"(.+\.)(?:scale_weight|weight_scale)")
 _MARK = re.compile(r"(?:.+\.)?(?:scaled_fp8|comfy_quant|scale_input|input_scale|spiece_model)")
 """What is no weight: that a file is scaled, and how; scales of activations; a tokenizer."""
 _FORMATS = {"float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8"}
-_FOREIGN = re.compile(r".+\.(?:(weight_scale_2)|(absmax|quant_map|quant_state\..+|SCB)|(qweight|weight_packed))")
-_FOREIGN_KINDS = ("NVFP4", "bitsandbytes", "GPTQ, AWQ or their like")
+_FOREIGN = re.compile(
+    r".+\.(?:(weight_scale_2)|(absmax|quant_map|quant_state\..+|SCB)|(qweight|weight_packed)|(weight_s_(?:rel|channel)))"
+)
+_FOREIGN_KINDS = ("NVFP4", "bitsandbytes", "GPTQ, AWQ or their like", "W4A8")
 
 
 def _scaled(found: Checkpoint) -> Checkpoint:

@@ -95,6 +95,7 @@ def main() -> int:
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     try:
         with exit_on_sigterm():
+            resolve.check_repository(config)
             download(resolve.to_fetch(config), lambda progress: write(asdict(progress)))
     except ConfigError as error:
         write({"error": str(error)})

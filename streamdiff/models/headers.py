@@ -162,7 +162,7 @@ def kind_of(start: bytes) -> str:
     if start.startswith(b"version "):
         return "is a Git LFS pointer: the weights themselves were not downloaded; `git lfs pull` does it"
     if start.startswith(b"GGUF"):
-        return "is a GGUF file, which is not read; take a .safetensors or .pt file, and --quantize int8 for memory"
+        return "is a GGUF file; one that holds a transformer is read where its name ends in .gguf"
     if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return f"is a web page, which came in place of the file; {DAMAGED}, by the link that downloads it"
     if start.isascii() and start.decode().replace("\n", " ").replace("\r", " ").replace("\t", " ").isprintable():

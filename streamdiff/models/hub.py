@@ -57,14 +57,15 @@ def fetch(files: Files) -> list[Path]:
     return [fetch_file(files.repo, name) for name in files.files]
 
 
-def fetch_folder(files: Files) -> Path:
-    """A folder with the files, which are patterns such as `text_encoder/*`; fetched first if they are not in the cache.
+def fetch_folder(files: Files, only: Sequence[str] = ()) -> Path:
+    """A folder with the files, which are patterns such as `text_encoder/*`, or with those that fit `only`; fetched
+    first if they are not in the cache.
 
     Raises:
         ConfigError: see `fetch`.
     """
     with _reachable(files.repo, files.files):
-        return Path(huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files)))
+        return Path(huggingface_hub.snapshot_download(files.repo, allow_patterns=list(only or files.files)))
 
 
 def folder_on_disk(files: Files) -> Path | None:

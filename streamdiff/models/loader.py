@@ -131,7 +131,8 @@ class ModelLoader:
         unknown = model.entry is None and not model.embedded
         if model.entry is not None and model.entry.stream is None:
             raise ConfigError(
-                f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
+                f"{config.name} is bidirectional: each frame sees all of a clip, so it makes whole clips and cannot "
+                "run live; name one of the causal models that `streamdiff models` lists"
             )
         if not unknown and (config.timesteps is not None or config.chunk_latents is not None):
             raise ConfigError(
@@ -160,7 +161,7 @@ class ModelLoader:
             ConfigError: what loading would refuse, but for values.
         """
         model = self.model
-        if "weights" in parts and model.weights is not None:
+        if "weights" in parts and (model.weights is not None or model.loras):
             wan_weights.plan_transformer(self.checkpoint, loras=model.loras)
         if "vae" in parts and model.vae is not None and not model.embedded:
             check_autoencoder(model.vae, "decoder", self.config.latent_space, self.spec)

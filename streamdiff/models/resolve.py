@@ -30,7 +30,12 @@ from streamdiff.models.transformer.tensor_names import bare, block_count
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
 NO_LORA = "none"
 """Among the LoRAs: the one that belongs to the model is left out."""
-_FILES = (weight_files.SAFETENSORS, *weight_files.PICKLES, ".json")
+_FILES = (*weight_files.ENDINGS, ".json")
+_BASE = re.compile(
+    r"wan[-_. ]?2[-_.]?[12][-_. ]?ti?2v[-_. ]?(1[._]3b|14b|5b)([-_.](b?f\w+|q\d\w*|e\dm\w+|scaled))*\.\w+",
+    re.IGNORECASE,
+)
+"""Wan's own files as others publish them again: `wan2.1_t2v_1.3B_bf16.safetensors`, `Wan2.2-TI2V-5B-Q8_0.gguf`."""
 _FOLDERS = ("transformer", "vae", "text_encoder")
 
 
@@ -67,10 +72,11 @@ class ResolvedModel:
         """Whether what CLIP sees in a picture stands in a prompt's place."""
         return self.entry is not None and catalogue.parts_of(self.entry)[0].image_dim is not None
 
-    @property
-    def autoencoder(self) -> str:
-        """The catalogue's name of the model's autoencoder; Wan's for a model that the catalogue does not have."""
-        return "wan2.1" if self.entry is None else self.entry.autoencoder
+    def autoencoder(self, channels: int) -> str:
+        """The catalogue's name of the model's autoencoder; Wan's, for so many latent channels, for a model that the
+        catalogue does not have."""
+        known = catalogue.autoencoder_of(channels) or "wan2.1"
+        return known if self.entry is None else self.entry.autoencoder
 
     @property
     def found_vae(self) -> str | Files:
@@ -117,7 +123,7 @@ def resolve_model(config: ModelConfig, architecture: Mapping[str, Any] | None = 
     name, known = config.name, _find_known(config)
     loras = tuple(parse_lora(text) for text in config.lora if text != NO_LORA)
     if isinstance(known, CatalogueEntry) and name.startswith(catalogue.RANDOM):
-        found = ResolvedModel(name, None, vae=f"{catalogue.RANDOM}wan2.1", entry=known)
+        found = ResolvedModel(name, None, vae=f"{catalogue.RANDOM}{known.autoencoder}", entry=known)
     elif isinstance(known, CatalogueEntry):  # its container and its LoRA are those of weights that are given too
         assert known.weights is not None, "the embedded model is a folder"
         if known.lora is not None and NO_LORA not in config.lora:  # without it a model is not itself
@@ -128,6 +134,8 @@ def resolve_model(config: ModelConfig, architecture: Mapping[str, Any] | None = 
         vae, text = files.get("vae"), files.get("text_encoder")
         found = ResolvedModel(name, weights, usual_container=published, vae=vae, text_encoder=text, entry=known)
     else:
+        if isinstance(known, Files):
+            check_repository(config)
         path = known if isinstance(known, Path) else hub.fetch_folder(known)
         there = {part: path / part for part in _FOLDERS if (path / part).is_dir()}
         found = ResolvedModel(
@@ -171,6 +179,13 @@ def to_fetch(config: ModelConfig) -> list[Files]:
     needed, own = catalogue.files_of(entry), NO_LORA not in config.lora
     given = {name: not own if name == "lora" else getattr(config, name) is not None for name in needed}
     return [files for name, files in needed.items() if not given[name]] + autoencoder
+
+
+def check_repository(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that is a repository of the hub and has two experts: its small files are fetched
+    and read before any weights are."""
+    if isinstance(known := _find_known(config), Files) and config.weights is None:
+        weight_files.check_one_expert(hub.fetch_folder(known, ["*.json"]))
 
 
 def _own_lora(published: PublishedLora, given: Sequence[Lora]) -> Lora:
@@ -280,10 +295,16 @@ def entry_of(weights: Path) -> CatalogueEntry:
     weight_files.check_file(file)  # what it cannot be is said before what it could be
     if file.suffix == weight_files.SAFETENSORS:
         found = _of_its_size(file, found)
+    names = ", ".join(entry.name for entry in found)
+    if file.name.split(".")[0] in weight_files.USUAL_STEMS or _BASE.fullmatch(file.name):
+        raise ConfigError(
+            f"{weights}: is called as Wan's own base is. That is bidirectional, each frame sees all of a clip, in 50 "
+            "steps with guidance, so it cannot stream: by a causal model's recipe it makes a blur. If it is a causal "
+            f"model all the same, say which with --model NAME: {names}"
+        )
     raise ConfigError(
-        f"{weights}: its name does not tell which model it is: it could be "
-        f"{', '.join(entry.name for entry in found)}. Say which with --model NAME; Wan2.1 itself, which these grew "
-        "from, cannot stream"
+        f"{weights}: its name does not tell which model it is: it could be {names}. Say which with --model NAME; "
+        "Wan2.1 itself, which these grew from, cannot stream"
     )
 
 

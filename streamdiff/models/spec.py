@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PICTURE_UNIT = 16
-"""Pixels of a patch each way: of two latent pixels, each of eight pixels, in every Wan2.1 model."""
+"""Pixels of a patch each way: of two latent pixels, each of eight pixels, in every Wan2.1 model. Wan2.2's have 16."""
 
 
 def choose_steps(wanted: int | None, known: tuple[int, ...], model: str) -> int:
@@ -204,8 +204,14 @@ class ModelSpec:
 
 
 def with_size(spec: ModelSpec, width: int, height: int) -> ModelSpec:
-    """`spec` with pictures of `width` x `height` pixels."""
+    """`spec` with pictures of `width` x `height` pixels.
+
+    Raises:
+        ConfigError: whole patches do not fill them.
+    """
     pixels = spec.width // spec.latent_width
+    if width % (2 * pixels) or height % (2 * pixels):
+        raise ConfigError(f"--size is {width}x{height}; the sides of {spec.name} are multiples of {2 * pixels}")
     return replace(spec, width=width, height=height, latent_width=width // pixels, latent_height=height // pixels)
 
 

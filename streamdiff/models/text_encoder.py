@@ -14,6 +14,7 @@ import html
 import logging
 import os
 import re
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
@@ -37,7 +40,7 @@ from streamdiff.device import pick_dtype, side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import Checkpoint, check_fit, checked, open_checkpoint
 from streamdiff.models.spec import ParsedPrompt, TextEncoder
-from streamdiff.models.weight_files import read_object, some, what_it_holds
+from streamdiff.models.weight_files import GGUF, read_object, some, what_it_holds
 
 TEXT_TOKENS = 512
 _UMT5: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "umt5_xxl.yaml").read_text(encoding="utf-8"))
@@ -195,6 +198,8 @@ def _cores() -> int:
 
 _SHARE = 3  # the rest of a GPU's free memory is for sessions
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
+_INSIDE = "spiece_model"
+"""The tensor that has the bytes of a `spiece.model`."""
 _WEIGHTS = "models_t5*.pth"
 _TOKENIZERS = ("google/umt5-xxl", "umt5-xxl", "tokenizer", ".")
 _STEMS = ("model",)
@@ -204,7 +209,8 @@ _TABLE, _SAME_TABLE = "shared.weight", "encoder.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class TextFiles:
-    """`weights` is a folder with `config.json`, as diffusers has it, or the original file; `tokenizer` is a folder."""
+    """`weights` is a folder with `config.json`, as diffusers has it, or one file; `tokenizer` is a folder, or that file
+    where it is inside it, as Comfy has it."""
 
     weights: Path
     tokenizer: Path
@@ -232,10 +238,16 @@ def find_text_files(path: Path) -> TextFiles:
     Raises:
         ConfigError: nothing of this kind, a file without a tokenizer, or several that could be meant.
     """
+    if path.suffix == GGUF:
+        raise ConfigError(
+            f"{path}: a text encoder is not read as GGUF; as small, and read, is one in fp8 with scales: "
+            "umt5_xxl_fp8_e4m3fn_scaled.safetensors of Comfy-Org/Wan_2.1_ComfyUI_repackaged"
+        )
     if not path.is_dir():
-        if (what := what_it_holds(open_checkpoint(path).names)) and "--text-encoder" not in what:
+        checkpoint = open_checkpoint(path)
+        if (what := what_it_holds(checkpoint.names)) and "--text-encoder" not in what:
             raise ConfigError(f"{path}: not Wan's text encoder: it holds {what}")
-        return TextFiles(path, _tokenizer_beside(path))
+        return TextFiles(path, _tokenizer_beside(path, inside=_INSIDE in checkpoint.entries))
     files = [] if (path / "text_encoder").is_dir() else sorted(path.glob(_WEIGHTS))
     if len(files) > 1:
         raise ConfigError(
@@ -256,11 +268,14 @@ def find_text_files(path: Path) -> TextFiles:
     return TextFiles(path / "text_encoder", path / "tokenizer")
 
 
-def _tokenizer_beside(file: Path) -> Path:
+def _tokenizer_beside(file: Path, inside: bool = False) -> Path:
+    """The folder of the tokenizer that goes with an encoder's file; the file itself, where only `inside` it is one."""
     for place in _TOKENIZERS:
         folder = file.parent / place
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             return folder
+    if inside:
+        return file
     raise ConfigError(
         f"{file}: there is no tokenizer beside it; the original repository has it in {file.parent / _TOKENIZERS[0]} "
         f"({' or '.join(TOKENIZER_FILES)})"
@@ -373,7 +388,11 @@ def load_tokenizer(path: Path, words: int) -> Any:
     """The tokenizer of an encoder that knows `words` words."""
     _check_tokenizer(path)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
+        tokenizer: Any = (
+            AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
+            if path.is_dir()
+            else _inner_tokenizer(open_checkpoint(path).read(_INSIDE).numpy().tobytes())
+        )
     except Exception as error:  # a damaged file makes the tokenizers library raise just that
         raise ConfigError(f"{path}: no tokenizer that can be read: {error}") from error
     if len(tokenizer) > words:
@@ -384,7 +403,49 @@ def load_tokenizer(path: Path, words: int) -> Any:
     return tokenizer
 
 
+def _inner_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
+    """The tokenizer of a SentencePiece model, a message of protocol buffers, as transformers makes T5's of it: field 1
+    is a word (1: the text, 2: its score), field 2 of field 3 the table that normalises characters."""
+    parts = list(_fields(model))
+    words = [dict(_fields(value)) for number, value in parts if number == 1]
+    vocab = [(word[1].decode(), struct.unpack("<f", word.get(2, bytes(4)))[0]) for word in words]
+    names = [name for name, _ in vocab]
+    tokenizer = Tokenizer(models.Unigram(vocab, names.index("<unk>"), byte_fallback=False))
+    for table in (dict(_fields(value)).get(2) for number, value in parts if number == 3):
+        tokenizer.normalizer = normalizers.Precompiled(table) if table else None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    tokenizer.decoder = decoders.Metaspace()
+    end = ("</s>", names.index("</s>"))
+    tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[end])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end[0], unk_token="<unk>", pad_token="<pad>")
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Numbers and content of the fields of a message of protocol buffers that hold bytes or four-byte numbers."""
+    place = 0
+    while place < len(message):
+        tag, place = _varint(message, place)
+        if tag & 7 == 0:
+            _, place = _varint(message, place)
+            continue
+        size, place = _varint(message, place) if tag & 7 == 2 else ({1: 8, 5: 4}[tag & 7], place)
+        yield tag >> 3, message[place : place + size]
+        place += size
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    """The number of seven bits a byte at `place`, and where it ends."""
+    value = shift = 0
+    while True:
+        value |= (message[place] & 127) << shift
+        place, shift = place + 1, shift + 7
+        if message[place - 1] < 128:
+            return value, place
+
+
 def _check_tokenizer(path: Path) -> None:
+    if path.is_file():  # the encoder's, and it is inside
+        return
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words

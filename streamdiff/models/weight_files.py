@@ -15,8 +15,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from streamdiff.errors import ConfigError
 from streamdiff.models.headers import DAMAGED, kind_of, parse_header
 
-SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin")
-"""Endings of a file, of the index of several, and of torch's files."""
+SAFETENSORS, INDEX, PICKLES, GGUF = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin"), ".gguf"
+"""Endings of a file, of the index of several, of torch's files, and of llama.cpp's."""
+ENDINGS = (SAFETENSORS, INDEX, *PICKLES, GGUF)
 USUAL_STEMS = ("diffusion_pytorch_model",)
 _BEGINNING_BYTES = 512
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)")
@@ -37,10 +38,10 @@ def weights_file(folder: Path, stems: Sequence[str] = USUAL_STEMS) -> Path:
         folder = folder / "transformer"
     files = _weight_files(folder)
     for stem in stems:
-        for ending in (INDEX, SAFETENSORS, *PICKLES):
+        for ending in (INDEX, SAFETENSORS, *PICKLES, GGUF):
             if folder / (stem + ending) in files:
                 return folder / (stem + ending)
-    for endings in ((INDEX,), (SAFETENSORS,), PICKLES):
+    for endings in ((INDEX,), (SAFETENSORS,), PICKLES, (GGUF,)):
         if found := [path for path in files if path.name.endswith(endings)]:
             if len(found) == 1:
                 return found[0]
@@ -53,7 +54,7 @@ def weights_file(folder: Path, stems: Sequence[str] = USUAL_STEMS) -> Path:
             f"{folder}: is a checkpoint of torch.distributed, in parts; make one file of it with `python -m "
             f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE.pt`, and give that"
         )
-    raise ConfigError(f"{folder}: has no weights ({SAFETENSORS}, {INDEX} or {', '.join(PICKLES)})")
+    raise ConfigError(f"{folder}: has no weights ({', '.join(ENDINGS)})")
 
 
 def check_file(path: Path) -> None:
@@ -71,7 +72,8 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     if path.name.endswith(".bin.index.json"):
         raise ConfigError(f"{path}: is the index of shards in pickles, which are not read; take {SAFETENSORS} files")
-    if not path.name.endswith(INDEX) and (what := kind_of(start)):
+    is_gguf = path.suffix == GGUF and start.startswith(b"GGUF")
+    if not path.name.endswith(INDEX) and not is_gguf and (what := kind_of(start)):
         raise ConfigError(f"{path}: {what}")
     is_zip, is_tensors = start.startswith(b"PK\x03\x04"), start[8:10] in (b'{"', b"{}", b"{ ")
     if path.suffix in PICKLES and is_zip and not zipfile.is_zipfile(path):
@@ -115,7 +117,7 @@ def check_one_expert(path: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name.endswith((SAFETENSORS, INDEX, *PICKLES)))
+    return sorted(path for path in folder.iterdir() if path.name.endswith(ENDINGS))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def validated(path: Path, kind: type[_Kind], content: Mapping[str, Any] | None =
 
 _HOLDS = (
     (r"lora_(A|B|down|up|unet|transformer)|lokr_|hada_", "a LoRA, which is given as --lora FILE beside the model"),
-    (r"(^|\.)(shared|token_embedding)\.weight$", "a text encoder, which is given as --text-encoder"),
+    (r"(^|\.)(shared|token_embedding|token_embd)\.weight$", "a text encoder, which is given as --text-encoder"),
     (r"(^|\.)decoder\.(up_blocks|upsamples|middle|mid_block|conv\w*|\d+)\.", "an autoencoder, which is given as --vae"),
     (r"(^|\.)blocks\.\d+\.(\w+\.)?(self_attn|cross_attn|attn1|attn2)\.", "a transformer, which is given as --weights"),
 )

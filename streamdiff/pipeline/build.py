@@ -15,6 +15,7 @@ from streamdiff.core import MicroStep, in_flight_limit
 from streamdiff.device import own_device
 from streamdiff.errors import EngineFailure
 from streamdiff.pipeline import load_plan, rank_process
+from streamdiff.pipeline.loras import LoraFolder
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
 from streamdiff.pipeline.profiler import Profiler, check_folder
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -53,6 +54,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         at_once=plan.decode_latents, watchdog_s=config.watchdog_s,
         pictures=plan.models.picture_encoder(model.spec),
     )  # fmt: skip
+    pipeline.loras = LoraFolder(pipeline, config.lora_dir, config.max_loras, plan.runs)
     if row_costs:
         pipeline.scheduler.set_row_costs(row_costs)
         limit = pipeline.scheduler.row_limit

@@ -37,7 +37,7 @@ from streamdiff.video.pixel_format import PictureKind
 
 logger = logging.getLogger(__name__)
 
-_OWN_AFFAIR = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
+_OWN_AFFAIR = {"lora_dir", "max_loras", "host_memory_gb", "state_dir", "keep_s", "warm_standby"}
 """Settings in which ranks may differ."""
 
 _TOLD = ("device", "dtype", "steps", "attention", "compile", "lora")
@@ -155,7 +155,7 @@ class LoadPlan:
             self.runs,
             config.decode_rank,
             Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
-            models.model.autoencoder,
+            models.model.autoencoder(self.spec.latent_channels),
             config.vae,
             changeable=not models.model.embedded,
             libraries=LIBRARIES_BYTES if on_cuda else 0,
@@ -223,7 +223,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         sizes = folder_sizes(facts, spec)
     else:
         small = config.latent_space is not None  # only small ones have one
-        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae, small=small)
+        decoder = decoder_sizes(spec, models.model.autoencoder(spec.latent_channels), config.vae, small=small)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
     partition.check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]

@@ -333,9 +333,12 @@ class Ring:
             self.scheduler.resume_at(session, len(state.given_latents))
         self.sampler.sessions[session] = state
 
-    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
-        """Chunks admitted from now on use this conditioning; `switch`, one of PROMPT_POLICIES but `reset`, says what
-        they see of earlier chunks. Mutates: self.
+    def set_conditioning(
+        self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep",
+        loras: Mapping[int, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Chunks admitted from now on use this conditioning, and have `loras` at these scales, by id (None: as before);
+        `switch`, one of PROMPT_POLICIES but `reset`, says what they see of earlier chunks. Mutates: self.
 
         `keep`: all that is cached. `flush`: the sink only. `recache`: the window's latest frames, whose clean latents
         run again under the new text in one forward in which all see each other, and the sink, which keeps its keys
@@ -348,10 +351,22 @@ class Ring:
         visible_from, rerun = self.sampler.switch(session, self.scheduler.next_chunk(session), switch)
         if rerun:
             self.scheduler.rerun(session, rerun, as_one=switch == "recache")
-        oldest = self.scheduler.oldest_epoch(session)
-        update = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
-        self.tell(MessageKind.TEXT, update, conditioning)
+        update = SessionUpdate(session, epoch, self.scheduler.oldest_epoch(session), visible_from_chunk=visible_from)
+        self._tell_text(update, conditioning, loras)
         self.scheduler.set_epoch(session, epoch)
+
+    def _tell_text(self, update: SessionUpdate, conditioning: Tensor, loras: Mapping[int, float] | None = None) -> None:
+        """Queue TEXT with the session's LoRAs, of which `loras` are new. Mutates: self, sampler."""
+        state = self.sampler.sessions[update.session]
+        if loras is not None:
+            state.set_loras(update.epoch, loras, update.oldest)
+        own = tuple(state.latest_loras.items())
+        self.tell(MessageKind.TEXT, replace(update, loras=own), conditioning)
+
+    def loras_of(self, session: int) -> set[int]:
+        """Ids of the LoRAs that a session's chunks have which are in flight, or admitted next."""
+        own = self.sampler.sessions[session].loras_from(self.scheduler.oldest_epoch(session))
+        return {lora for scales in own.values() for lora in scales}
 
     def check_switch(self, session: int, switch: str) -> None:
         """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or one of RECACHES
@@ -424,10 +439,10 @@ class Ring:
 
     def reset(
         self, session: int, conditioning: Tensor, *, seed: int = 0, epoch: int, start: Tensor | None = None,
-        given: StreamInputs | None = None,
+        given: StreamInputs | None = None, loras: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
         """Drop what is in flight and restart at chunk 0, or from `start`, as in `open`. `epoch` is one the slot
-        never had. Mutates: self."""
+        never had; `loras` as in `set_conditioning`. Mutates: self."""
         old, change = self.sampler.sessions[session], self.changes.get(session)
         schedule = self.sampler.spec.schedule(change.steps) if change else old.schedule
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that no one else has.
@@ -441,7 +456,8 @@ class Ring:
         self._begin_at(session, state)
         update = SessionUpdate(session, epoch, steps=schedule.steps, kv_context=old.kv_context)
         self.tell(MessageKind.RESET, update)
-        self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), conditioning)
+        begin = SessionUpdate(session, epoch, epoch)
+        self._tell_text(begin, conditioning, old.latest_loras if loras is None else loras)
 
     def close_session(self, session: int) -> None:
         """Free a session everywhere. Mutates: self."""

@@ -26,6 +26,7 @@ from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import Decoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
+from streamdiff.pipeline.loras import LoraFolder
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.ring import Ring, RingParts
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
@@ -99,6 +100,8 @@ class StreamingPipeline(Ring):
         self.figures = PipelineFigures(self.info, self, workers, budget)
         self.resting = RestingStates(self)
         self.video = VideoInputs(pictures, spec, self.wake)
+        self.loras = LoraFolder(self)
+        """What sessions may load while they play."""
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         """Frames that must be allowed ahead of those shown, at least, for the ring to run."""

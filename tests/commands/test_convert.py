@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff.cli import main
-from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from tests.small import bare_sky
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
-MEAN, STD = (torch.tensor(values).view(-1, 1, 1, 1) for values in (WAN_MEAN, WAN_STD))
+WAN = small_wan_autoencoder().config
+MEAN, STD = (torch.tensor(WAN[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
 
 
 @pytest.fixture(scope="module")

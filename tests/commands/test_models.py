@@ -15,7 +15,7 @@ from streamdiff.models import catalogue
 from tests.hub_cache import lay
 
 ROOT = Path(__file__).resolve().parents[2]
-BASES = {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
+BASES = {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "wan2.2-ti2v-5b"}
 # A whole command in a fresh interpreter that cannot reach a network; says afterwards what was imported on its way.
 ALONE = """
 import socket, sys

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_computed(
 def test_a_plot_needs_matplotlib_and_a_trace_a_folder_that_can_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulator.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError):
         make(SAME_STEP, PlanJob(plot=tmp_path / "plan.png"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere

@@ -45,9 +45,9 @@ class Player:
         self.given: list[tuple[int, torch.Tensor, str]] = []
         give = self.pipeline.set_conditioning
 
-        def set_conditioning(session: int, conditioning: torch.Tensor, *, epoch: int, switch: str = "keep") -> None:
-            self.given.append((self.pipeline.next_chunk(session), conditioning, switch))
-            give(session, conditioning, epoch=epoch, switch=switch)
+        def set_conditioning(session: int, conditioning: torch.Tensor, **how: Any) -> None:
+            self.given.append((self.pipeline.next_chunk(session), conditioning, how["switch"]))
+            give(session, conditioning, **how)
 
         self.pipeline.set_conditioning = set_conditioning  # type: ignore[method-assign]
         self.engine = Engine(self.pipeline, 2 * CHUNK, keep_bytes)

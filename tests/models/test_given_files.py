@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
@@ -20,7 +22,7 @@ from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.config_file import load as load_config
 from streamdiff.errors import ConfigError
-from streamdiff.models import resolve, weight_files
+from streamdiff.models import checkpoint, resolve, weight_files
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.checkpoint import open_checkpoint, read_tensors
@@ -31,7 +33,7 @@ from streamdiff.models.text_encoder import find_text_files
 from tests.hub_cache import lay
 from tests.models.layouts import State, assert_same, load, original, prefixed, save, small_state, write_shards
 from tests.models.text_encoder import umt5
-from tests.small import CPU
+from tests.small import CPU, LATENT_CHANNELS
 from tests.small_vae import original_layout, small_wan_autoencoder
 from training.embedded import WEIGHTS
 
@@ -174,8 +176,7 @@ KINDS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "LFS": ("a.pt", lambda _: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "a web page": ("a.safetensors", lambda _: b"\n<!DOCTYPE html><html>", "web page"),
     "an answer": ("a.safetensors", lambda _: b"Entry not found", "'Entry not found'"),
-    "GGUF": ("a.gguf", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
-    "GGUF by another name": ("a.safetensors", lambda _: b"GGUF\3\0\0\0" + bytes(64), "GGUF"),
+    "GGUF by another name": ("a.safetensors", lambda _: b"GGUF\3\0\0\0" + bytes(64), "in .gguf"),
     "empty": ("a.pt", lambda _: b"", "empty"),
     "preallocated": ("a.pt", lambda _: bytes(9000), "only its place was kept"),
     "another ending": ("a.sft", lambda data: data, "rename it"),
@@ -230,6 +231,10 @@ def test_doctor_says_what_serve_would(plain: Path, tmp_path: Path, capsys: pytes
     umt5.write(tmp_path / "text")
     asked = ["doctor", "--port", "0", "--device", "cpu", "--model", "self-forcing", "--vae", str(tmp_path / "vae")]
     assert main.main([*asked, "--weights", str(plain), "--text-encoder", str(tmp_path / "text")]) == 0
+    for model, words in (("matrix-game-2", "will be fetched"), ("longlive-1.3b", "none.safetensors: no such file")):
+        main.main([*asked[:6], model, *(("--lora", "none.safetensors") if model == "longlive-1.3b" else ())])
+        out = capsys.readouterr().out
+        assert words in out and "random:" not in out, "nothing is on disk"
     (cut := tmp_path / "cut.safetensors").write_bytes(plain.read_bytes()[:-9])
     other = save(tmp_path / "other.safetensors", small(text_dim=64))
     for weights, text, words in (
@@ -302,6 +307,7 @@ def said(**format_: object) -> Tensor:
     [
         ({"blocks.0.ffn.0.weight_scale_2": torch.ones(())}, "NVFP4"),
         ({"blocks.0.ffn.0.comfy_quant": said(format="convrot_w4a8")}, "convrot_w4a8"),
+        ({"blocks.0.ffn.0.weight_s_rel": torch.ones(3)}, "W4A8"),
         ({"blocks.0.ffn.0.comfy_quant": said(format="int8_tensorwise", convrot=True)}, "convrot"),
         ({"blocks.0.ffn.0.comfy_quant": torch.ones(3, dtype=torch.uint8)}, "comfy_quant"),
         ({"blocks.0.ffn.0.weight.absmax": torch.ones(3)}, "bitsandbytes"),
@@ -319,6 +325,64 @@ def test_scales_of_blocks_are_refused(plain: Path, tmp_path: Path) -> None:
     header = {"_quantization_metadata": json.dumps({"layers": {"blocks.0.ffn.0": {"format": "mxfp8"}}})}
     save_file(load_file(plain), tmp_path / "a.safetensors", header)
     refused(tmp_path / "a.safetensors", "mxfp8")
+
+
+def write_gguf(path: Path, state: State, patches: str = "whole", prefix: str = "") -> State:
+    """`state` as ComfyUI-GGUF writes it, in three quant types; returns what it stands for, dequantised here."""
+    gguf, meant = pytest.importorskip("gguf"), dict(state)
+    kinds = gguf.GGMLQuantizationType
+    writer, generator = gguf.GGUFWriter(str(path), "wan"), np.random.default_rng(3)
+    for name, tensor in state.items():
+        values, kind = tensor.numpy(), kinds.F32
+        if name == "patch_embedding.weight":
+            values = values.reshape(-1, *values.shape[2:]) if patches == "folded" else values
+            if patches == "left out":
+                continue
+        elif name.endswith("ffn.0.weight"):  # 66 bytes a block, no multiple of which a row is: stored in rows of 256
+            writer.add_array(f"comfy.gguf.orig_shape.{prefix}{name}", list(tensor.shape))
+            values, kind = generator.integers(0, 60, (tensor.numel() // 256, 66), np.uint8), kinds.IQ2_XXS
+            meant[name] = torch.from_numpy(gguf.dequantize(values, kind)).reshape(tensor.shape)
+        elif name.endswith("self_attn.q.weight"):
+            scales = (tensor.abs().unflatten(1, (-1, 32)).amax(2, keepdim=True) / 127).half()
+            low = (tensor.unflatten(1, (-1, 32)) / scales).round().clamp(-127, 127).to(torch.int8)
+            meant[name] = (low * scales.float()).flatten(1)
+            both = torch.cat([scales.view(torch.uint8), low.view(torch.uint8)], 2)
+            values, kind = both.flatten(1).numpy(), kinds.Q8_0
+        elif tensor.ndim == 2 and "modulation" not in name:
+            values, kind = tensor.half().numpy(), kinds.F16
+            meant[name] = tensor.half().float()
+        writer.add_tensor(prefix + name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+@pytest.mark.parametrize(("patches", "prefix"), [("whole", ""), ("folded", "model.diffusion_model.")])
+def test_gguf_is_the_weights_that_it_stands_for(patches: str, prefix: str, tmp_path: Path) -> None:
+    state = small(in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS)
+    meant = write_gguf(tmp_path / "a.gguf", state, patches, prefix)
+    assert_same(load(tmp_path / "a.gguf"), load(save(tmp_path / "meant.safetensors", meant)))
+
+
+def test_gguf_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.gguf"
+    write_gguf(path, small())
+    ModelLoader(ModelConfig(name="self-forcing", weights=str(path)), CPU).check_files("weights")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    refused(path, "cut off", "download it again")
+    write_gguf(path, small(), "left out")
+    refused(path, "fix_5d_tensors.py")
+    write_gguf(path, {"token_embd.weight": torch.ones(4, 4)})
+    refused(path, "--text-encoder")
+    with pytest.raises(ConfigError, match="fp8 with scales"):
+        find_text_files(path)
+    monkeypatch.setattr(checkpoint, "gguf_kinds", lambda: ["Q8_0"])
+    refused(path, "quantised as F16")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(path, "pip install 'streamdiff[gguf]'")
 
 
 @pytest.mark.parametrize("prefix", ["model.", "first_stage_model.", "vae."])
@@ -384,9 +448,12 @@ def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
         resolve.completed(ModelConfig(weights=str(tmp_path / "nowhere.pt")))
 
 
-def test_a_base_is_known_by_its_folder_and_offered_to_nobody(tmp_path: Path) -> None:
+def test_a_base_is_known_by_its_folder_and_offered_to_nobody(plain: Path, tmp_path: Path) -> None:
     name = "diffusion_pytorch_model.safetensors"
     for folder in ("Wan2.1-T2V-1.3B", "Wan2.1-T2V-1.3B-Diffusers/transformer", "models--Wan-AI--Wan2.1-T2V-1.3B/x/y"):
         assert resolve.entry_of(write(tmp_path / folder / name)).name == "wan2.1-t2v-1.3b"
-    with pytest.raises(ConfigError):
-        resolve.entry_of(write(tmp_path / "fine_tune" / name))
+    for file in (f"fine_tune/{name}", "wan2.1_t2v_1.3B_bf16.safetensors", "Wan2.2-TI2V-5B-Q8_0.gguf"):
+        path = write(tmp_path / file)
+        path.write_bytes(b"GGUF\3" if path.suffix == ".gguf" else plain.read_bytes())
+        with pytest.raises(ConfigError, match=r"Wan's own base.* bidirectional.*--model NAME: .*self-forcing"):
+            resolve.entry_of(path)

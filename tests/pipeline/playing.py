@@ -39,9 +39,13 @@ def local_ring(
 ) -> Ring:
     """A ring whose stages are all in this process."""
     rows = max(max_rows, model.spec.first_chunks)
+    return Ring(model, device, max_rows, local_parts(model, device, stages, local_links(model, stages, rows, link)))
+
+
+def local_links(model: Model, stages: int, rows: int, link: type[LocalLink] = LocalLink) -> list[LocalLink]:
+    """Links with slots and records between the stages of a ring that carry so many rows."""
     onward, back = MessageLayout.between_stages(model, rows), MessageLayout.back_to_head(model, rows)
-    links = [*(link(onward) for _ in range(stages - 1)), link(back)]
-    return Ring(model, device, max_rows, local_parts(model, device, stages, links))
+    return [*(link(onward) for _ in range(stages - 1)), link(back)]
 
 
 def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNKS) -> dict[int, list[torch.Tensor]]:

@@ -21,7 +21,7 @@ PACKAGE = (
     ("__main__",),
     ("cli",),
     ("commands",),
-    ("api",),
+    ("api", "client"),
     ("server",),
     ("engine",),
     ("pipeline",),
@@ -32,8 +32,8 @@ PACKAGE = (
     ("core",),
     ("session_state",),
     ("video",),
-    ("device", "atomic_write"),
-    ("errors", "clock", "version", "child_process", "heavy_import"),
+    ("device", "atomic_write", "heavy_import"),
+    ("errors", "clock", "version", "child_process"),
 )
 SERVER = (
     ("main",),
@@ -100,6 +100,7 @@ TORCH_FREE = (
     "streamdiff",
     "streamdiff.api",
     "streamdiff.cli.main",
+    "streamdiff.client",
     "streamdiff.commands.models",
     "streamdiff.commands.plan",
     "streamdiff.core",

@@ -133,9 +133,9 @@ class Painter(FakePipeline):
             raise RequestError("session", f"only {self.fits} paintings fit", "memory")
         super().open(session, conditioning, **given)
 
-    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep") -> None:
-        super().set_conditioning(session, conditioning, epoch=epoch, switch=switch)
-        self.switches.append(switch)
+    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, **how: Any) -> None:
+        super().set_conditioning(session, conditioning, epoch=epoch, **how)
+        self.switches.append(how["switch"])
 
     def features_of(self, rows: Any, latents: Any, video: Any, strength: float, motion: Any) -> tuple[Any, Any, Any]:
         colour = None if rows is None else tuple(int(each) for each in rows[0])

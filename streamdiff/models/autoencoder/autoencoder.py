@@ -36,7 +36,9 @@ Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_autoencoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
     f"{catalogue.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
+    f"{catalogue.RANDOM}wan2.2": lambda: AutoencoderKLWan.from_config(catalogue.parts().autoencoders["wan2.2"].config),
     f"{catalogue.RANDOM}taew2_1": lambda: taehv.TAEHV(taehv.TaehvConfig()),
+    f"{catalogue.RANDOM}taew2_2": lambda: taehv.TAEHV(taehv.TaehvConfig(latent_channels=48, patch_size=2)),
 }
 
 
@@ -50,7 +52,7 @@ def load_autoencoder(
     """The autoencoder at `path`, with weights for this `half`.
 
     Args:
-        path: `tiny`, the embedded model's; `random:wan2.1` or `random:taew2_1`, whose weights are drawn; a published
+        path: `tiny`, the embedded model's; `random:wan2.1`, `random:taew2_1` or their like, which is drawn; a published
             one's name (`catalogue.autoencoders`) or files, which are fetched if they are not there; a folder with
             `config.json` and weights, or one that has it in `vae/`; or a .safetensors or .pth file: `Wan2.1_VAE.pth`,
             `taew2_1.pth` and their like.
@@ -88,7 +90,7 @@ def check_autoencoder(path: Location, half: Half, latent_space: str | None, spec
         raise ConfigError(
             f"{place} is for latents of {network.latent_channels} channels, of {network.spatial} x {network.spatial} "
             f"pixels each; {spec.name} makes latents of {spec.latent_channels} channels, of {side} x {side} pixels. "
-            "Give one for these as --vae; without an entry in the catalogue latents are taken for Wan2.1's"
+            "Give one for these as --vae"
         )
 
 

@@ -16,9 +16,10 @@ _CAUSAL = (3, 27)
 """Sizes of kernels that see three frames."""
 _LOOKED_BACK = 2
 """Input frames that such a convolution keeps."""
-_WAN_WORK, _TAEHV_WORK = 7.0, 2.5
+_WAN_WORK, _RESIDUAL_WORK, _TAEHV_WORK = 7.0, 11.7, 2.5
 """Tensors of the size of the last layer's input that are alive at a call's widest moment: those of enlarging, in
-float32. Measured without compilation (tests/models/autoencoder/test_memory_size.py)."""
+float32, in Wan2.2's with what goes around the block. Measured without compilation
+(tests/models/autoencoder/test_memory_size.py)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def wan_decoder(config: Mapping[str, Any], height: int, width: int) -> DecoderSi
         config: of diffusers' `AutoencoderKLWan`: base_dim (or decoder_base_dim), z_dim, dim_mult, num_res_blocks,
             temperal_downsample, and is_residual for Wan2.2's kind.
     """
-    found = _sizes_of(_wan_layers(config), _WAN_WORK, height, width)
+    work = _RESIDUAL_WORK if config.get("is_residual") else _WAN_WORK
+    found = _sizes_of(_wan_layers(config), work, height, width)
     middle: int = (config.get("decoder_base_dim") or config["base_dim"]) * config["dim_mult"][-1]
     attention = 4.0 * (height * width) ** 2 * middle
     return replace(found, flops=found.flops + attention)

@@ -11,21 +11,15 @@ are what the transformer works on, what streams carry, and what files hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch import Tensor, nn
 
+from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue
 from streamdiff.session_state import walk
-
-_DEFAULTS = signature(AutoencoderKLWan.__init__).parameters
-# Of Wan2.1's 16 channels. `Wan2.1_VAE.pth` does not hold them: every program that reads it has them written down.
-WAN_MEAN: tuple[float, ...] = tuple(_DEFAULTS["latents_mean"].default)
-WAN_STD: tuple[float, ...] = tuple(_DEFAULTS["latents_std"].default)
-WAN_CHANNELS = len(WAN_MEAN)
 
 
 class Normalisation:
@@ -44,6 +38,20 @@ class Normalisation:
 
     def undo(self, latents: Tensor) -> Tensor:
         return latents.float() * self.std + self.mean
+
+
+def wan_config(path: object, channels: int) -> Mapping[str, Any]:
+    """Configuration of diffusers' class of Wan's autoencoder with so many latent channels, mean and deviation included;
+    ConfigError where there is none."""
+    name = catalogue.autoencoder_of(channels)
+    config = None if name is None else catalogue.parts().autoencoders[name].config
+    if config is None:
+        raise ConfigError(
+            f"{path} has {channels} latent channels; mean and standard deviation are known of Wan2.1's, which has 16, "
+            "and Wan2.2's, which has 48. Use a diffusers folder, whose config.json has latents_mean and latents_std; a "
+            "TAEHV can take normalised latents"
+        )
+    return config
 
 
 def check_shape(what: str, piece: Tensor, channels: int, spatial: int = 1) -> tuple[int, int, int]:

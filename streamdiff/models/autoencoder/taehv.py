@@ -383,25 +383,19 @@ def read_taehv(
         latent_space: without `stored`, see `space_of`.
 
     Raises:
-        ConfigError: raw latents with another number of channels than Wan2.1's, whose mean and standard deviation are
-            then unknown; a configuration that lacks what is in no tensor.
+        ConfigError: raw latents with another number of channels than Wan's, whose mean and standard deviation are then
+            unknown; a configuration that lacks what is in no tensor.
     """
     if stored is None:
         config, space = _config_of(path, tensors), space_of(path, latent_space)
         if space == "normalised":
             return config, None
-        if config.latent_channels != picture_decoder.WAN_CHANNELS:
-            raise ConfigError(
-                f"{path} has {config.latent_channels} latent channels; mean and standard deviation are known for "
-                f"{picture_decoder.WAN_CHANNELS} only, so it can take normalised latents only"
-            )
-        mean, std = picture_decoder.WAN_MEAN, picture_decoder.WAN_STD
+        stored = picture_decoder.wan_config(path, config.latent_channels)
     else:
         if missing := [key for key in ("latents_mean", "latents_std") if key not in stored]:
             raise ConfigError(f"{path / 'config.json'} has no {' and no '.join(missing)}")
         config = validated(path / "config.json", TaehvConfig, stored)
-        mean, std = stored["latents_mean"], stored["latents_std"]
-    return config, Normalisation(mean, std, device)
+    return config, Normalisation(stored["latents_mean"], stored["latents_std"], device)
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> TaehvConfig:

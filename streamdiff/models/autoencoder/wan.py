@@ -6,8 +6,8 @@ Weights are held and never changed; a stream's memory is an argument. The first 
 one is `temporal` (4) pictures. All methods run without gradients.
 
 Files have diffusers' tensor names, or those of `Wan2.1_VAE.pth`, with the same shapes: two residual blocks a level in
-the encoder, three in the decoder. Wan2.2's is nested otherwise. The layout is recognised from the names, and without a
-configuration the architecture from the shapes.
+the encoder, three in the decoder; or those of `Wan2.2_VAE.pth`, whose levels are nested. The layout is recognised from
+the names, and without a configuration the architecture from the shapes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import picture_decoder
 from streamdiff.models.autoencoder.memory_size import wan_decoder
-from streamdiff.models.autoencoder.picture_decoder import WAN_CHANNELS, DecoderState, Normalisation
+from streamdiff.models.autoencoder.picture_decoder import DecoderState, Normalisation
 from streamdiff.models.weight_files import some, what_it_holds
 from streamdiff.session_state.fields import STATE, session_state
 
@@ -290,29 +290,31 @@ def read_wan(
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The configuration of diffusers' class: Wan2.1's, as wide as the tensors, which have diffusers' names."""
+    """The configuration of diffusers' class: Wan's, as wide as the tensors, which have diffusers' names."""
     found = {}
     for key, name in _WIDTHS.items():
         if name not in tensors:
             if (what := what_it_holds(tensors)) and "--vae" not in what:
                 raise ConfigError(f"{path} is no autoencoder: it holds {what}")
             raise ConfigError(
-                f"{path} has no tensor {name}, so its size is unknown; expected the names of Wan2.1_VAE.pth or of a "
-                "diffusers AutoencoderKLWan"
+                f"{path} has no tensor {name}, so its size is unknown; expected the names of Wan2.1_VAE.pth, of "
+                "Wan2.2_VAE.pth or of a diffusers AutoencoderKLWan"
             )
         found[key] = tensors[name].shape[0]
-    if found["z_dim"] != WAN_CHANNELS:
-        raise ConfigError(
-            f"{path} has {found['z_dim']} latent channels, but only for {WAN_CHANNELS} are mean and standard deviation "
-            "known; use a diffusers folder, whose config.json has latents_mean and latents_std"
-        )
-    return found
+    return {**picture_decoder.wan_config(path, found["z_dim"]), **found}
 
 
 # ---- original names -------------------------------------------------------------------------------------------------
 
 _ORIGINAL = re.compile(r"(?:encoder\.downsamples|decoder\.upsamples|(?:encoder|decoder)\.(?:middle|head))\..*")
 _SHORTCUT = re.compile(r"decoder\.up_blocks\.(\d+)\.conv_shortcut\.(weight|bias)")
+_NESTED = re.compile(
+    r"((?:en|de)coder)\.(down|up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\."
+    r"(residual\.[0236]|shortcut|resample\.1|time_conv)\.(\w+)"
+)
+"""Of Wan2.2: a level's residual blocks, and behind them what enlarges or shrinks."""
+_INSIDE = {"residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2"}
+_INSIDE |= {"shortcut": "conv_shortcut"}
 _LEVEL = 4
 """Modules of a decoder's level that are counted through: three residual blocks and what enlarges."""
 
@@ -324,19 +326,28 @@ def to_diffusers(names: Iterable[str]) -> dict[str, str]:
         ConfigError: lists names that are none of the layout.
     """
     names = list(names)
+    nested = {name: _nested(match) for name in names if (match := _NESTED.fullmatch(name))}
+    flat = {name: name for name in names if name not in nested}
     try:
-        converted = convert_wan_vae_to_diffusers({name: name for name in names})  # type: ignore[no-untyped-call]
+        converted = convert_wan_vae_to_diffusers(flat)  # type: ignore[no-untyped-call]
     except (ValueError, IndexError):  # a number is expected in a name
         converted = {}
-    found = {name: _SHORTCUT.sub(_in_level, target) for target, name in converted.items()}
-    # Left as they are, lost behind another one's name, or nested as Wan2.2's.
-    unknown = [name for name in names if found.get(name, name) == name or name.count("samples.") > 1]
+    found = {name: _SHORTCUT.sub(_in_level, target) for target, name in converted.items()} | nested
+    # Left as they are, lost behind another one's name, or nested otherwise.
+    unknown = [name for name in names if found.get(name, name) == name or (name in flat and name.count("samples.") > 1)]
     if unknown:
         raise ConfigError(
-            f"{len(unknown)} of {len(names)} tensor names are not those of Wan2.1_VAE.pth: {some(unknown)}; a Wan2.2 "
-            "autoencoder can be used as a diffusers folder"
+            f"{len(unknown)} of {len(names)} tensor names are not those of Wan2.1_VAE.pth or Wan2.2_VAE.pth: "
+            f"{some(unknown)}"
         )
     return found
+
+
+def _nested(match: re.Match[str]) -> str:
+    """diffusers' name of a tensor in a level of Wan2.2's."""
+    half, way, level, place, module, leaf = match.groups()
+    inner = f"resnets.{place}.{_INSIDE[module]}" if module in _INSIDE else f"{way}sampler.{module}"
+    return f"{half}.{way}_blocks.{level}.{inner}.{leaf}"
 
 
 def _in_level(shortcut: re.Match[str]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from streamdiff.device import seconds_per_call
 from streamdiff.errors import ConfigError
+from streamdiff.heavy_import import optional
 
 MODES = ("none", "fp8", "int8")
 MARGIN = 0.03
@@ -36,7 +36,7 @@ def check(mode: str, device: torch.device, dtype: torch.dtype) -> None:
     """
     if (reason := unsuited(mode, device, dtype)) is not None:
         raise ConfigError(f"--quantize is {mode}, which {reason}")
-    _torchao(mode)
+    optional("torchao.quantization", "quantize", f"--quantize {mode}")
 
 
 def unsuited(mode: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -67,7 +67,7 @@ def quantize(weight: Tensor, mode: str, name: str) -> Tensor:
     Raises:
         ConfigError: torchao leaves it as it is, as it does with sizes that its kernels do not take.
     """
-    ao = _torchao(mode)
+    ao = optional("torchao.quantization", "quantize", f"--quantize {mode}")
     made = {
         "int8": lambda: ao.Int8WeightOnlyConfig(),
         "fp8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
@@ -133,11 +133,3 @@ def _no_fp8(device: torch.device) -> str | None:
     if capability < FP8_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
     return None
-
-
-def _torchao(mode: str) -> Any:
-    try:
-        import torchao.quantization
-    except ImportError as error:
-        raise ConfigError(f"--quantize is {mode}, which takes torchao ({error}); {INSTALL}") from None
-    return torchao.quantization

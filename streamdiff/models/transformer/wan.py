@@ -25,6 +25,7 @@ from streamdiff.models.camera import camera_channels
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
+from streamdiff.models.transformer.lora import Branch, add_branches
 from streamdiff.models.transformer.rope import gelu, multiply_add
 from streamdiff.session_state.fields import session_state
 
@@ -87,10 +88,11 @@ class FoldedPatchEmbedding(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """A block's modules, and its `fused` weights where there are any."""
+    """A block's modules, its `fused` weights where there are any, and the LoRAs that rows of a forward have."""
 
     block: WanTransformerBlock
     fused: Fused | None
+    branches: Sequence[Branch] = ()
 
 
 class BlockSource(Protocol):
@@ -229,15 +231,16 @@ class WanDenoiser:
         """TokenStates of a chunk of (F, h, w) latent pixels."""
         return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
 
-    def text(self, embeddings: Tensor) -> list[KeyValue]:
+    def text(self, embeddings: Tensor, branches: Sequence[Sequence[Branch]] = ()) -> list[KeyValue]:
         """Cross-attention keys and values of each of the blocks for text embeddings `[R, T, text_dim]`, or for a
-        picture's features of a model that has these in their place."""
+        picture's features of a model that has these in their place; `branches` are the rows', block by block."""
         embedder = self.model.condition_embedder
         context: Tensor = (embedder.image_embedder or embedder.text_embedder)(embeddings)
         result = []
         for layer in range(len(self.blocks)):
-            cross = self.weights(layer).block.attn2
-            key, value = cross.norm_k(cross.to_k(context)), cross.to_v(context)
+            cross, own = self.weights(layer).block.attn2, branches[layer] if branches else ()
+            key = cross.norm_k(add_branches(own, "attn2.to_k", context, cross.to_k(context)))
+            value = add_branches(own, "attn2.to_v", context, cross.to_v(context))
             result.append(KeyValue(self._split(key), self._split(value)))
         return result
 
@@ -341,9 +344,11 @@ class WanDenoiser:
         self_attention: SelfAttention,
         act: Act | None = None,
         camera: Tensor | None = None,
+        branches: Sequence[Sequence[Branch]] = (),
     ) -> TokenStates:
         """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
-        block is made here, None: there is none, or `text` has it.
+        block is made here, None: there is none, or `text` has it. `branches` are the rows', block by
+        block; `text` has its own.
 
         What a block computes reads nothing of its own but from arguments, so that one compiled graph does for all.
         """
@@ -351,6 +356,7 @@ class WanDenoiser:
         hidden, attend = tokens.hidden, self.attend
         for layer, own in zip(range(len(self.blocks)), text, strict=True):
             weights = self.weights(layer)
+            weights = weights._replace(branches=branches[layer]) if branches else weights
             mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
             own_act = None if act is None else partial(act, layer)
             own = own if camera is None else self.steered(weights, own, camera)
@@ -403,10 +409,10 @@ class WanDenoiser:
         self, weights: BlockWeights, hidden: Tensor, modulation: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A block up to its self-attention: queries, keys and values `[R, L, H, d]`, not rotated."""
-        block, fused = weights
+        block, fused, branches = weights
         shift, scale, _, _, _, _ = modulation.unbind(2)
         normal = _modulate(_norm(block.norm1, hidden), shift, scale, hidden.dtype)
-        query, key, value = _query_key_value(block.attn1, fused, normal)
+        query, key, value = _query_key_value(block.attn1, fused, normal, branches)
         return self._split(query), self._split(key), self._split(value)
 
     def after_attention(
@@ -415,21 +421,25 @@ class WanDenoiser:
     ) -> Tensor:  # fmt: skip
         """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
         as of `run_blocks`."""
-        block = weights.block
+        block, _, branches = weights
         _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
-        hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
+        mixed = mixed.flatten(2)
+        hidden = _gated(hidden, add_branches(branches, "attn1.to_out.0", mixed, block.attn1.to_out[0](mixed)), gate)
         if isinstance(text, SteeredText):
             hidden = torch.addcmul(text.shift, hidden, text.scale)
 
         cross = block.attn2
-        query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
-        hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
+        normal = _norm(block.norm2, hidden)
+        query = self._split(cross.norm_q(add_branches(branches, "attn2.to_q", normal, cross.to_q(normal))))
+        mixed = attend(query, text.key, text.value).flatten(2)
+        hidden = hidden + add_branches(branches, "attn2.to_out.0", mixed, cross.to_out[0](mixed))
         if act is not None:
             hidden = act(block, hidden)
 
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
-        return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+        wide = gelu(add_branches(branches, "ffn.net.0.proj", normal, widen.proj(normal)))
+        return _gated(hidden, add_branches(branches, "ffn.net.2", wide, narrow(wide)), ff_gate)
 
 
 def concat_rows(texts: Sequence[BlockText]) -> BlockText:
@@ -464,11 +474,16 @@ def block_modulation(table: Tensor, modulation: Tensor) -> Tensor:
     return own
 
 
-def _query_key_value(own: Any, fused: Fused | None, normal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _query_key_value(
+    own: Any, fused: Fused | None, normal: Tensor, branches: Sequence[Branch]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normalised, and values of self-attention `own`, all `[R, L, D]`."""
     if fused is None:
-        return own.norm_q(own.to_q(normal)), own.norm_k(own.to_k(normal)), own.to_v(normal)
-    query, key, value = F.linear(normal, *fused).chunk(3, -1)
+        query, key, value = own.to_q(normal), own.to_k(normal), own.to_v(normal)
+    else:
+        query, key, value = F.linear(normal, *fused).chunk(3, -1)
+    for name, each in zip(("to_q", "to_k", "to_v") if branches else (), (query, key, value), strict=False):
+        add_branches(branches, f"attn1.{name}", normal, each)
     return own.norm_q(query), own.norm_k(key), value
 
 

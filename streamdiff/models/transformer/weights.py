@@ -35,6 +35,7 @@ from streamdiff.models.checkpoint import LORA_CONTAINERS, Checkpoint, blank_faul
 from streamdiff.models.spec import ActionModules, ActionRows, Lora
 from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.actions import attach
+from streamdiff.models.transformer.lora import Factors
 from streamdiff.models.transformer.tensor_names import Names, TensorLocation, block_count, dotted, recognise, translate
 from streamdiff.models.transformer.wan import CAMERA_PATCHES, make_transformer
 from streamdiff.models.weight_files import (
@@ -473,24 +474,38 @@ class Adapter:
         if name not in self.changes:
             return None
         parts, (_, part, count) = self.changes[name]
-
-        def read(half: str) -> Tensor:
-            return self.checkpoint.read(parts[half]).to(device, torch.float32)
-
         found = []
         if "down" in parts:
-            down, rank = read("down").flatten(1), len(self.checkpoint.entries[parts["down"]])
-            alpha = float(read("alpha")) if "alpha" in parts else self.alpha
-            strength = 1.0 if alpha is None else alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
-            whole = read("up").flatten(1) if "up" in parts else read("bias")
-            rows = whole.chunk(count)[part]
+            down, rows, strength = self._pair(name, device)
             found.append((rows @ down if "up" in parts else rows) * (self.scale * strength))
         if "diff" in parts:
-            found.append(read("diff").chunk(count)[part] * self.scale)
+            found.append(self._read(parts["diff"], device).chunk(count)[part] * self.scale)
         result = found[0] if len(found) == 1 else found[0] + found[1].reshape(found[0].shape)
-        if not bool(result.isfinite().all()):
-            raise ConfigError(f"{self.checkpoint}: the change of {name} is not finite ({', '.join(parts.values())})")
+        self._check(name, result)
         return result
+
+    def factors(self, name: str, device: torch.device, dtype: torch.dtype) -> Factors:
+        """The two whose product is the addend for the weight `name`, at scale 1; raises as `change`."""
+        down, up, strength = self._pair(name, device)
+        self._check(name, down, rows := up * strength)
+        return Factors(down.to(dtype).contiguous(), rows.to(dtype).contiguous())
+
+    def _pair(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, float]:
+        """`down`, the rows of `up` (or of its bias) that are of the tensor `name`, and how strongly they count."""
+        parts, (_, part, count) = self.changes[name]
+        down, rank = self._read(parts["down"], device).flatten(1), len(self.checkpoint.entries[parts["down"]])
+        alpha = float(self._read(parts["alpha"], device)) if "alpha" in parts else self.alpha
+        strength = 1.0 if alpha is None else alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        half = self._read(parts["up"], device).flatten(1) if "up" in parts else self._read(parts["bias"], device)
+        return down, half.chunk(count)[part], strength
+
+    def _read(self, name: str, device: torch.device) -> Tensor:
+        return self.checkpoint.read(name).to(device, torch.float32)
+
+    def _check(self, name: str, *change: Tensor) -> None:
+        if not all(bool(each.isfinite().all()) for each in change):
+            stored = ", ".join(self.changes[name][0].values())
+            raise ConfigError(f"{self.checkpoint}: the change of {name} is not finite ({stored})")
 
 
 def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from streamdiff.core import KV_CONTEXTS, MicroStep, pack, record_length, unpack
+from streamdiff.core import KV_CONTEXTS, MOST_LORAS, SCALE_UNIT, MicroStep, pack, record_length, unpack
 from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 
@@ -33,6 +33,7 @@ class MessageKind(IntEnum):
     STEPS = 6
     COPY_OUT = 7
     PUT_BACK = 8
+    LORA = 9
 
     @property
     def is_answered(self) -> bool:
@@ -54,7 +55,8 @@ class SessionUpdate:
     `visible_from_chunk` but the sink; `steps` matters to OPEN, RESET, STEPS and PUT_BACK, and `kv_context`.
     COPY_OUT copies what a rank has of the session to the head, where it is `saved`, or to that rank's own `SwapStore`,
     and then its memory is free; PUT_BACK puts it back from there. Both have a ticket in `epoch`; `outcome` is theirs on
-    the stages that they have come through."""
+    the stages that they have come through. Chunks of the epoch of TEXT have the `loras`, by id with their scale; LORA
+    has every stage take the one whose id is `epoch` from the exchange, where it is `saved`, or else drop it."""
 
     session: int
     epoch: int = 0
@@ -64,17 +66,22 @@ class SessionUpdate:
     visible_from_chunk: int = 0
     outcome: Outcome = Outcome.DONE
     saved: bool = False
+    loras: tuple[tuple[int, float], ...] = ()
 
     def values(self) -> list[int]:
         """All fields in order, as integers."""
-        return [KV_CONTEXTS.index(each) if isinstance(each, str) else int(each) for each in vars(self).values()]
+        *plain, loras = vars(self).values()
+        pairs = [number for lora, scale in loras for number in (lora, round(scale / SCALE_UNIT))]
+        values = [KV_CONTEXTS.index(each) if isinstance(each, str) else int(each) for each in plain]
+        return values + pairs + [0] * (2 * MOST_LORAS - len(pairs))
 
     @classmethod
     def of(cls, values: Sequence[int]) -> SessionUpdate:
         """The update that has these `values`."""
-        session, epoch, oldest, steps, context, visible_from_chunk, outcome, saved = values
+        session, epoch, oldest, steps, context, visible_from_chunk, outcome, saved, *pairs = values
+        loras = tuple((lora, scale * SCALE_UNIT) for lora, scale in zip(pairs[::2], pairs[1::2], strict=True) if lora)
         context_name, how = KV_CONTEXTS[context], Outcome(outcome)
-        return cls(session, epoch, oldest, steps, context_name, visible_from_chunk, how, bool(saved))
+        return cls(session, epoch, oldest, steps, context_name, visible_from_chunk, how, bool(saved), loras)
 
 
 UPDATE_LENGTH = len(SessionUpdate(0).values())

@@ -58,7 +58,9 @@ def edge_groups(
         ranks = list(ends)
         if dist.get_rank() in ranks:
             on_edge(edge)
-        options = edge_options() if backend == "nccl" else None
+        options = group_options() if backend == "nccl" else None
+        if options is not None:
+            options.config.max_ctas = MAX_CTAS
         group = dist.new_group(
             ranks, timeout=FOREVER, backend=backend, pg_options=options, device_id=bound, group_desc=f"edge {edge}"
         )
@@ -71,13 +73,6 @@ def bound_device(device: torch.device) -> torch.device | None:
     if device.type != "cuda":
         return None
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-
-def edge_options() -> dist.ProcessGroupNCCL.Options:
-    """Of an edge: those of `group_options`, and few multiprocessors. Mutates: as that."""
-    options = group_options()
-    options.config.max_ctas = MAX_CTAS
-    return options
 
 
 def group_options() -> dist.ProcessGroupNCCL.Options:

@@ -123,6 +123,11 @@ def ticket_key(prefix: str, ticket: int) -> str:
     return f"{prefix}, save {ticket}"
 
 
+def lora_key(prefix: str, lora: int) -> str:
+    """The same of its part of a LoRA, by id."""
+    return f"{prefix}, LoRA {lora}"
+
+
 logger = logging.getLogger(__name__)
 
 _LEAST_BYTES = 1 << 22

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import CatalogueEntry
 from streamdiff.models.spec import with_size, with_window
-from streamdiff.pipeline.planner.model_sizes import BFLOAT16, SMALL, ModelSizes, decoder_sizes, entry_sizes
+from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, decoder_sizes, entry_sizes, small_of
 from streamdiff.pipeline.planner.partition import Blocks, Workload, split_evenly
 
 OFFLOAD_BUFFERS = 2
@@ -251,9 +251,10 @@ def _remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
     if in_full:
         yield "--quantize int8", replace(demand, storage=replace(storage, quantize="int8"))
     if demand.changeable:
-        small = decoder_sizes(demand.sizes.spec, demand.own, SMALL)
+        name = small_of(demand.own)
+        small = decoder_sizes(demand.sizes.spec, demand.own, name)
         if demand.memory()[rank].decoder_call and small != demand.sizes.decoder:
-            yield f"--vae {SMALL}", replace(demand, sizes=replace(demand.sizes, decoder=small), vae=SMALL)
+            yield f"--vae {name}", replace(demand, sizes=replace(demand.sizes, decoder=small), vae=name)
         if has_blocks:
             yield from _largest(_windows(demand), rank, free)
         yield from _largest(_pictures(demand), rank, free)

@@ -253,8 +253,9 @@ def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae:
     return sizes_from(architecture, spec, decoder_sizes(spec, entry.autoencoder, vae))
 
 
-SMALL = "taew2_1"
-"""The small autoencoder that is proposed where the large one does not fit."""
+def small_of(own: str) -> str:
+    """The small autoencoder that is proposed where the catalogue's `own` does not fit; empty where there is none."""
+    return next((each.name for each in catalogue.parts().autoencoders[own].tiny), "")
 
 
 def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None, *, small: bool = False) -> DecoderSizes:
@@ -262,9 +263,10 @@ def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None, *, small: b
     `spec`. A file is a `small` one, also where its name says so, as the published ones' do; else it is Wan's, as `own`
     is."""
     small = small or any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
-    config = catalogue.parts().autoencoders[own].config
+    config, patch = catalogue.parts().autoencoders[own].config, spec.width // spec.latent_width // TaehvConfig().spatial
     if config is None or small or "tae" in Path(vae or "").name.removeprefix(catalogue.RANDOM):
-        found = TaehvConfig(spec.latent_channels).decoder(spec.latent_height, spec.latent_width)
+        shape = TaehvConfig(spec.latent_channels, 1 if config is None else patch)
+        found = shape.decoder(spec.latent_height, spec.latent_width)
     else:
         found = wan_decoder(config, spec.latent_height, spec.latent_width)
     # Whose past is seen again from its pictures decodes every chunk a second time, with a decoder of its own.

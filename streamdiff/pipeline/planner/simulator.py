@@ -9,7 +9,6 @@ finished latents to a decoder on another rank.
 from __future__ import annotations
 
 import heapq
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from streamdiff.atomic_write import temporary_sibling
 from streamdiff.core import MicroStep, min_ahead_frames
 from streamdiff.errors import ConfigError
+from streamdiff.heavy_import import optional
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 
@@ -312,10 +312,7 @@ def check_plot(path: Path) -> None:
     """Raises ConfigError when no picture can be drawn to `path`: unknown ending of its name, or no matplotlib."""
     if path.suffix not in PICTURES:
         raise ConfigError(f"--plot is {str(path)!r}, but must end in {', '.join(PICTURES)}", field="plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed; try: pip install 'streamdiff[plot]'", field="plot"
-        )
+    optional("matplotlib", "plot", "--plot", "plot")
 
 
 @contextmanager

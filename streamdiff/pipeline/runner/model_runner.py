@@ -7,10 +7,10 @@ Does what stage messages say; never decides anything itself. Knows nothing about
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import product
+from itertools import groupby, product
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.actions import ACTION_MODEL, frame_factors
+from streamdiff.models.transformer.lora import BlockFactors, Branch
 from streamdiff.models.transformer.wan import KeyValue, SelfAttention, SteeredText, TokenStates, concat_rows
 from streamdiff.models.transformer.weights import weights_digest
 from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
@@ -26,7 +27,7 @@ from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.heartbeat import RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateMover, stage_key
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateMover, lora_key, stage_key
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -62,6 +63,8 @@ class StageState:
     """The newest chunk that has written; read only if not `same_step`."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
+    loras: dict[int, dict[int, float]] = field(default_factory=dict, metadata=STATE)
+    """By epoch that has some: scales of its LoRAs, by id."""
     steered: dict[tuple[int, int], list[SteeredText]] = field(default_factory=dict, metadata=DERIVED)
     """By (chunk, epoch) in flight: the text with what the chunk's cameras do to each block, where that is kept."""
 
@@ -73,6 +76,7 @@ class StageState:
         """Drop epochs before `oldest`. Mutates: self."""
         for epoch in [each for each in self.text if each < oldest]:
             del self.text[epoch], self.visible_from_chunk[epoch]
+            self.loras.pop(epoch, None)
 
 
 class ModelRunner:
@@ -112,6 +116,8 @@ class ModelRunner:
         self.swaps = SwapStore(device)
         """Where sessions lie that are swapped out."""
         self.mover = StateMover(self)
+        self.loras: dict[int, list[BlockFactors]] = {}
+        """LoRAs that are loaded: branches of the stage's blocks, by id."""
         self.keeps_cameras = True
         """Whether what cameras do to the blocks is made once per chunk, not step by step: it takes two numbers of each
         token and width in every block (5.1 GB of a 14B at 480x832)."""
@@ -142,7 +148,10 @@ class ModelRunner:
             case MessageKind.OPEN:
                 self.open(update.session, steps=update.steps, kv_context=update.kv_context)
             case MessageKind.TEXT:
-                self.set_text(update.session, update.epoch, tensors[0], update.oldest, update.visible_from_chunk)
+                how = update.oldest, update.visible_from_chunk, dict(update.loras)
+                self.set_text(update.session, update.epoch, tensors[0], *how)
+            case MessageKind.LORA:
+                self.set_lora(update.epoch, update.saved)
             case MessageKind.RESET if update.session in self.sessions:
                 self.reset(update.session)
             case MessageKind.RESET:  # it is swapped out, and what it was is not needed any more
@@ -235,13 +244,24 @@ class ModelRunner:
         reset(self.sessions[session])
 
     @torch.inference_mode()
-    def set_text(self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0) -> None:
+    def set_text(
+        self, session: int, epoch: int, embeddings: Tensor, oldest: int, visible_from_chunk: int = 0,
+        loras: Mapping[int, float] | None = None,
+    ) -> None:  # fmt: skip
         """Project text embeddings `[T, text_dim]` for `epoch`, whose chunks see none before `visible_from_chunk` but
-        the sink; epochs before `oldest` are dropped. Mutates: self."""
-        kept = self.sessions[session]
-        kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
+        the sink, and have `loras` at these scales; epochs before `oldest` are dropped. Mutates: self."""
+        kept, branches = self.sessions[session], self._branches([loras]) if loras else ()
+        kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype), branches)
         kept.visible_from_chunk[epoch] = visible_from_chunk
+        if loras:
+            kept.loras[epoch] = dict(loras)
         kept.forget_epochs(oldest)
+
+    def set_lora(self, lora: int, there: bool) -> None:
+        """Take a LoRA from the exchange, or drop it. Mutates: self."""
+        self.loras.pop(lora, None)
+        if there:
+            self.loras[lora] = walk.restored(*self.exchange.take(lora_key(self.exchange_key, lora)), self.device)
 
     @torch.inference_mode()
     def set_steps(self, session: int, epoch: int, steps: int, oldest: int) -> None:
@@ -253,6 +273,8 @@ class ModelRunner:
         latest = max(kept.text)
         kept.text.setdefault(epoch, kept.text[latest])
         kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
+        if latest in kept.loras:
+            kept.loras.setdefault(epoch, kept.loras[latest])
         kept.forget_epochs(oldest)
         kept.steps = steps
 
@@ -292,7 +314,9 @@ class ModelRunner:
         for index, row in enumerate(rows):
             metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
         texts, camera = self._block_texts(rows, given)
-        done = self.compiled.run(given, texts, metadata) if self.compiled is not None and camera is None else None
+        branches = self._branches([self.sessions[row.session].loras.get(row.epoch, {}) for row in rows])
+        plain = camera is not None or branches
+        done = self.compiled.run(given, texts, metadata) if self.compiled is not None and not plain else None
         if done is None:
             text = map(concat_rows, zip(*texts, strict=True))  # layer by layer: what cameras do is large
             attention = self.attention.on(metadata)
@@ -300,13 +324,27 @@ class ModelRunner:
                 attention = partial(shared_attention, self.group, attention)
             entered = self.enter(given)
             act = None if self.spec.actions is None else partial(self._act, self._action_rows(rows, metadata), entered)
-            done = self.leave(self.denoiser.run_blocks(entered, text, attention, act, camera))
+            done = self.leave(self.denoiser.run_blocks(entered, text, attention, act, camera, branches))
         for row in rows:
             if row.clean or (row.last and self.sessions[row.session].same_step):
                 self.sessions[row.session].steered.pop((row.chunk, row.epoch), None)
             if row.chunk < self.spec.first_chunks > 1:
                 self._share(row)
         return done
+
+    def _branches(self, rows: Sequence[Mapping[int, float]]) -> list[list[Branch]]:
+        """What the LoRAs of rows, scales by id, are to each block; empty where none has any. Rows next to each other
+        that have the same go together."""
+        found, first = list[tuple[int, int, int, float]](), 0
+        for own, group in groupby(rows if self.loras else ()):
+            end = first + sum(1 for _ in group)
+            found += [(first, end, lora, scale) for lora, scale in own.items() if scale]
+            first = end
+        layers = range(len(self.denoiser.blocks) if found else 0)
+        return [
+            [Branch(first, end, self.loras[lora][layer], scale) for first, end, lora, scale in found]
+            for layer in layers
+        ]
 
     def _block_texts(self, rows: Sequence[MicroStep], given: Tensors) -> tuple[Texts, Tensor | None]:
         """Of each row what its blocks are given beside hidden states; and the rows' camera embedding `[R, L, D]`, where

@@ -5,7 +5,7 @@ Only rank 0 knows noise levels and x_t; stages see hidden states, and what comes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -204,6 +204,8 @@ class SamplerState:
     """Of a model with a camera: where that looks since the latest chunk was admitted."""
     held: HeldControls = field(default_factory=HeldControls, metadata=DERIVED)
     """The controls that the next chunk gets. A resumed session begins with none."""
+    loras: dict[int, dict[int, float]] = field(default_factory=dict, metadata=STATE)
+    """Scales of LoRAs by id: those that hold from an epoch on, back to the oldest in flight."""
     pictures: Any = field(default=None, metadata=STATE)
     """Memory of the model's `first_frame_reencoder`."""
 
@@ -211,6 +213,21 @@ class SamplerState:
     def clean_pass(self) -> bool:
         """Whether all chunks have a clean pass."""
         return self.kv_context not in PER_STEP
+
+    @property
+    def latest_loras(self) -> dict[int, float]:
+        """Scales of LoRAs, by id, of chunks that are admitted now."""
+        return self.loras[max(self.loras)] if self.loras else {}
+
+    def set_loras(self, epoch: int, loras: Mapping[int, float], oldest: int) -> None:
+        """Chunks from `epoch` on have these; `oldest` is the oldest in flight. Mutates: self."""
+        kept = self.loras_from(oldest) if any(self.loras.values()) else {}
+        self.loras = {**kept, epoch: dict(loras)} if kept or loras else {}
+
+    def loras_from(self, oldest: int) -> dict[int, dict[int, float]]:
+        """Those of the chunks of epoch `oldest` and later."""
+        first = max((each for each in self.loras if each <= oldest), default=oldest)
+        return {each: own for each, own in self.loras.items() if each >= first}
 
     def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk for as long as a later one may see it. Mutates: self."""

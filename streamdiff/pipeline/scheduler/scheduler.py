@@ -314,10 +314,8 @@ class StreamBatchScheduler:
         others leave.
 
         Raises:
-            ValueError: the session is open already, or its KV context is not known.
+            ValueError: the KV context is not known.
         """
-        if session in self._sessions:
-            raise ValueError(f"session {session} is open already; close it first")
         extra, limit = (first_steps or steps) - steps, self._limit(kv_context, steps)
         self._sessions[session] = SchedulerState(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit,

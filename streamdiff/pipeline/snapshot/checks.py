@@ -9,14 +9,14 @@ a stream that looks wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamdiff.core import PER_STEP
+from streamdiff.core import MAX_LORA_SCALE, PER_STEP
 from streamdiff.errors import ConfigError
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.model_runner import StageState
@@ -72,7 +72,7 @@ def unfinished(scheduled: SchedulerState) -> dict[int, int]:
 
 def load_head(
     snapshot: Snapshot, spec: ModelSpec, head: HeadState, stages: StageState, pictures: Sequence[Any],
-    decoder: Sequence[Any], device: torch.device,
+    decoder: Sequence[Any], device: torch.device, loras: Collection[int] = (),
 ) -> None:  # fmt: skip
     """Load the head's part of a snapshot into that of a session that has just been opened as it says, and check all.
     Mutates: head, stages.
@@ -81,6 +81,7 @@ def load_head(
         stages: of the same session, with all layers and heads, without content.
         pictures, decoder: what may be remembered of a stream, as outlines (`walk`), by the autoencoder that encodes the
             past again and by the decoder.
+        loras: ids of those that are loaded.
 
     Raises:
         ConfigError: for the first value that a session cannot continue with, with its name, what it is and may be.
@@ -99,6 +100,11 @@ def load_head(
         _within("head.pending.epoch", head.pending.epoch, 0, _MOST)
     _check_scheduled(head.scheduled)
     _check_sampler(head, spec)
+    oldest = min([head.scheduled.epoch, *(chunk.epoch for chunk in head.scheduled.chunks)])
+    used = [*head.sampler.loras_from(oldest).values(), *(each for of, each in stages.loras.items() if of >= oldest)]
+    for lora, scale in (pair for own in used for pair in own.items()):
+        _must(lora in loras, "loras", lora, f"one of {sorted(loras)}, which are loaded")
+        _within(f"loras[{lora}]", scale, 0, MAX_LORA_SCALE)
     _one_of(head.sampler.pictures and walk.outline(head.sampler.pictures), pictures, "head.sampler.pictures")
     _check_stages(stages, spec, head, texts)
     _one_of(walk.outline(memory), decoder, "decoder")

@@ -349,7 +349,8 @@ class RestingStates:
             )
         head, stream, tensors = head_state(pipeline, session), pipeline.streams[session], snapshot.tensors
         decoder = pipeline.decoding.outlines(model.spec.chunk_shape)
-        load_head(snapshot, model.spec, head, blank.whole, remembered(model), decoder, pipeline.stage.device)
+        device, loras = pipeline.stage.device, pipeline.loras.loaded
+        load_head(snapshot, model.spec, head, blank.whole, remembered(model), decoder, device, loras)
         trees = snapshot.trees
         whole = blank.cut(walk.restored(tensors, trees["stages"]))
         ticket = next(self._tickets)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +31,6 @@ from streamdiff.pipeline.runner.sampler import SamplerState
 MAX_UNENCODED = 2
 _FAULTS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 """What can go wrong with one session's video, and ends its input alone."""
-
-
-class _Encoded(NamedTuple):
-    """What one call of the encoder's thread has made: chunks, each with how much it moves; why it failed."""
-
-    chunks: list[tuple[Tensor, float]]
-    fault: str = ""
 
 
 @dataclass
@@ -68,7 +61,8 @@ class VideoInputs:
         self._pictures, self._spec, self._wake = pictures, spec, wake
         self.inputs: dict[int, _Input] = {}
         """By session; while there are any, `poll` has work."""
-        self._encoded: queue.SimpleQueue[tuple[_Input, _Encoded]] = queue.SimpleQueue()
+        self._encoded: queue.SimpleQueue[tuple[_Input, list[tuple[Tensor, float]], str]] = queue.SimpleQueue()
+        """What each call of the encoder's thread has made: chunks, with how much they move; and why it failed."""
         self._encoding = ThreadPoolExecutor(1, "video-encoder")
         self.encodings = 0
         """Pieces of video that were encoded."""
@@ -133,12 +127,12 @@ class VideoInputs:
     def poll(self) -> None:
         """Give the sampler what was encoded. Mutates: self, the sampler's sessions."""
         while not self._encoded.empty():
-            entry, encoded = self._encoded.get_nowait()
+            entry, chunks, fault = self._encoded.get_nowait()
             entry.calls -= 1
-            if encoded.fault:
-                entry.fault, entry.ended = encoded.fault, True
+            if fault:
+                entry.fault, entry.ended = fault, True
             if any(entry is each for each in self.inputs.values()):  # not of one that another has followed
-                for latents, motion in encoded.chunks:
+                for latents, motion in chunks:
                     entry.latents.add(latents, motion)
 
     def frames_ready(self, session: int) -> int | None:
@@ -170,15 +164,15 @@ class VideoInputs:
     def _encode_waiting(self, entry: _Input) -> None:
         """Encode what waits of a session's frames, latent frame by latent frame. Mutates: entry."""
         assert self._pictures is not None
-        encoded = _Encoded([])
+        chunks, fault = list[tuple[Tensor, float]](), ""
         try:
             encoder = self._pictures.encoder
             while (piece := _next_piece(entry, encoder)) is not None:
                 if (chunk := self._encode(entry, encoder, piece)) is not None:
-                    encoded.chunks.append(chunk)
+                    chunks.append(chunk)
         except _FAULTS as error:
-            encoded = _Encoded([], str(error) or type(error).__name__)
-        self._encoded.put((entry, encoded))
+            chunks, fault = [], str(error) or type(error).__name__
+        self._encoded.put((entry, chunks, fault))
         self._wake()
 
     @torch.inference_mode()

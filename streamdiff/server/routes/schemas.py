@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -9,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from streamdiff.core import Control, KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
+from streamdiff.engine.timeline import Lora
 from streamdiff.server.outputs.output import OutputStatus
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import MAX_JSON_BYTES
@@ -24,7 +26,7 @@ Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
 ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
 
 
-_CHANGES = ("strength", "adaptive", "fps", "steps", "prompt", "seed", "image")
+_CHANGES = ("strength", "adaptive", "fps", "steps", "lora", "prompt", "seed", "image")
 """Fields of a `SessionChange` that change something."""
 _FIT_WITH_IMAGE: dict[str, Any] = {"fit": {"required": ["image"], "properties": {"image": {"type": "string"}}}}
 
@@ -84,6 +86,8 @@ class SessionChange(Body):
     fps: Fps | None = None
     steps: Steps | None = None
     """from the next chunk on"""
+    lora: Lora | None = None
+    """`name` (one of `loras_known`), `scale` from 0 to 2 (null: it is taken out), and `over` so many chunks"""
     prompt: Prompt | None = None
     """from the next chunk on"""
     switch: PromptPolicy | None = None
@@ -151,6 +155,10 @@ class SessionInfo(Answer):
     steps_known: list[int]
     """those that `steps` may be changed to; empty: unknown"""
     kv_context: str
+    loras: dict[str, float]
+    """scales of the LoRAs that it has, by name"""
+    loras_known: list[str]
+    """names of those that `lora` may load"""
     fps: float
     """frames shown per second"""
     asked_fps: float
@@ -292,7 +300,9 @@ def read(
     errors = []
     for each in problems:  # what is wrong with fields together has no place, but a type that is a field's name
         together = each["type"] if each["type"] in model.model_fields else ""
-        errors.append({"field": str(each["loc"][0]) if each["loc"] else together, "message": each["msg"]})
+        parts = [str(part) for part in each["loc"]]  # one with a hyphen is no field: it says which type was tried
+        field = ".".join(part for part in parts if "-" not in part)[:80] or together
+        errors.append({"field": field, "message": each["msg"]})
     field, message = errors[0]["field"][:40], errors[0]["message"]
     detail = f"`{field}`: {message}." if problems[0]["loc"] else f"{message}."
     raise Problem(status, detail, code="invalid", field=field, errors=errors[:20])
@@ -329,6 +339,8 @@ def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = 
         for name, value in settings.items()
         if value is not None
     ]
+    if change.lora is not None:
+        messages.append(control.LoraMessage(type="lora", **asdict(change.lora)))
     if change.prompt is not None:
         messages.append(control.PromptMessage(type="prompt", prompt=change.prompt, switch=change.switch))
     if change.image is not None:

@@ -3,12 +3,15 @@ would change the video is ever ignored."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import hashlib
 import json
 import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -96,6 +99,13 @@ class NewVideo(BaseModel):
     strength: Strength | None = Field(
         None, description=f"noise mixed into `video_latents`, which are a file of a form; default {DEFAULT_STRENGTH}"
     )
+    guidance_scale: Annotated[float, Field(ge=1, le=1)] | None = None
+    """1: no guidance, as models here take none"""
+    guidance_scale_2: Annotated[float, Field(ge=1, le=1)] | None = None
+    """the same"""
+    output_format: Literal["auto", "mp4"] | None = None
+    response_format: Literal["video_bytes"] | None = None
+    """of /v1/videos/generations"""
     n: Annotated[int, Field(ge=1, le=1)] | None = None
     """videos: one for a request"""
     user: Any = None
@@ -138,6 +148,14 @@ class Video(Answer):
     """MiB that the engine took meanwhile, at most: of the first rank's GPU, or without one in all"""
     error: VideoError | None
     remixed_from_video_id: None = None
+
+
+class GeneratedVideo(Answer):
+    """A video, in the answer to its request."""
+
+    video_id: str
+    video_bytes: str
+    """an mp4 file, as base64"""
 
 
 class VideoList(Answer):
@@ -423,6 +441,12 @@ Found = Annotated[Job, Depends(_visible_job)]
 
 @router.post("/videos", summary="Have a video made", **operation("steer", 409, 507, body=_NEW_VIDEO))
 async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Video:
+    job = await _submitted(request, state, jobs, key)
+    return video_of(job, jobs.progress(job))
+
+
+async def _submitted(request: Request, state: AppState, jobs: JobRunner, key: str | None) -> Job:
+    """The job that a request asks for. Raises Problem."""
     ready = state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
     state.manager.words.check(wanted.prompt or "", "prompt")
@@ -432,8 +456,41 @@ async def create_video(request: Request, state: State, jobs: Changeable, key: _K
     features = await bodies.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     given = files if picture is None else files | {store.PICTURE: picture.tobytes()}
     known_by = None if key is None else idempotency(key, state.caller(request), wanted, given)
-    job = await jobs.submit(replace(made, strength=features.strength), address_of(request), given, known_by)
-    return video_of(job, jobs.progress(job))
+    return await jobs.submit(replace(made, strength=features.strength), address_of(request), given, known_by)
+
+
+async def _made(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Job:
+    """The job that a request asks for, when it has ended. One that nobody waits for any more is forgotten, unless it
+    has a key to ask for it again."""
+    job: Job | None = await _submitted(request, state, jobs, key)
+    while job is not None and job.status in ("queued", "in_progress"):
+        await asyncio.sleep(POLL_S)
+        if key is None and await request.is_disconnected():
+            await jobs.delete(job.id)
+        job = await jobs.get(job.id)
+    if job is None:
+        raise Problem(409, "The video was deleted before it was made.", code="deleted")
+    return job
+
+
+Made = Annotated[Job, Depends(_made)]
+"""The job that a request asks for, when it has ended."""
+_WAITED = operation("steer", 409, 422, 507, body=_NEW_VIDEO, answers=answer("The video", MP4, BINARY))
+
+
+@router.post("/videos/sync", summary="Have a video made, and wait for it", response_class=FileResponse, **_WAITED)
+async def make_video(jobs: Changeable, job: Made) -> Response:
+    return await video_content(jobs, job)
+
+
+@router.post(
+    "/videos/generations", summary="The same, as TensorRT-LLM answers it",
+    **operation("steer", 409, 422, 507, body=_NEW_VIDEO),
+)  # fmt: skip
+async def generate_video(jobs: Changeable, job: Made) -> GeneratedVideo:
+    file = await video_content(jobs, job)
+    data = await asyncio.to_thread(Path(file.path).read_bytes)
+    return GeneratedVideo(video_id=job.id, video_bytes=base64.b64encode(data).decode())
 
 
 @router.get("/videos", summary="Videos asked for, and kept", **operation("watch", 400))
@@ -475,7 +532,7 @@ async def show_video(response: Response, jobs: Visible, job: Found) -> Video:
     "/videos/{id}/content", summary="The video itself", response_class=FileResponse,
     **operation("watch", 400, 422, answers=_CONTENT),
 )  # fmt: skip
-async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "video") -> Response:
+async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "video") -> FileResponse:
     if job.status == "failed":
         raise Problem(422, f"The video could not be made: {job.error}.", code="failed")
     if job.status != "completed":

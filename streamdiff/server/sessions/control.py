@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from streamdiff.core import PromptPolicy, control_values
 from streamdiff.engine.messages import Pictures, Ready
-from streamdiff.engine.timeline import MAX_BLEND_CHUNKS
+from streamdiff.engine.timeline import LoraName, LoraScale, Over
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 from streamdiff.errors import RequestError
 from streamdiff.server.load import LoadLimit, ViewerDemand
@@ -106,7 +106,7 @@ class PromptMessage(ChangeMessage):
     type: Literal["prompt"]
     prompt: Prompt
     switch: PromptPolicy | None = Field(None, description="what it does to the past; left out: what suits the model")
-    over: Annotated[int, Field(ge=1, le=MAX_BLEND_CHUNKS)] = Field(1, description="chunks over which it comes")
+    over: Over = Field(1, description="chunks over which it comes")
     along: Literal["line", "sphere"] = Field("line", description="how embeddings are mixed meanwhile")
 
 
@@ -137,6 +137,15 @@ class StepsMessage(ChangeMessage):
 
     type: Literal["steps"]
     steps: Steps
+
+
+class LoraMessage(ChangeMessage):
+    """Have a LoRA of the server (`loras_known` in the state), from the next chunk on; others stay as they are."""
+
+    type: Literal["lora"]
+    name: LoraName
+    scale: LoraScale = Field(1.0, description="null: it is taken out")
+    over: Over = Field(1, description="chunks over which the scale changes")
 
 
 class StrengthMessage(ChangeMessage):
@@ -202,6 +211,7 @@ ControlMessage = (
     | RewindMessage
     | StepsMessage
     | StrengthMessage
+    | LoraMessage
     | ControlsMessage
     | FpsMessage
     | AdaptiveMessage
@@ -399,6 +409,11 @@ class Receipt:
     steps: int | None = None
     fps: float | None = None
 
+    @property
+    def about(self) -> str:
+        """What it changes: a later request for the same replaces it."""
+        return f"lora {self.control.name}" if isinstance(self.control, LoraMessage) else self.control.type
+
     def at(self, stage: Stage, now_s: float, **more: Any) -> Receipt:
         """The receipt of a stage that is reached now."""
         return replace(self, stage=stage, lag_s=max(0.0, now_s - self.begun_s), **more)
@@ -518,11 +533,11 @@ class RequestTracker:
     def _is_replaced(self, request: Receipt, epoch: int | None = None) -> bool:
         """Whether a later request, of those up to `epoch`, replaced this one, which was accepted: one of the same
         kind, or a reset or rewind a prompt. Requests of other kinds do not affect each other."""
-        mine, kind = request.epoch or 0, request.control.type
+        mine, kind = request.epoch or 0, request.about
         return kind != "control" and any(
             other.epoch is not None
             and mine < other.epoch
             and (epoch is None or other.epoch <= epoch)
-            and (other.control.type == kind or (kind == "prompt" and other.control.type in ("reset", "rewind")))
+            and (other.about == kind or (kind == "prompt" and other.control.type in ("reset", "rewind")))
             for other in self._open.values()
         )

@@ -137,8 +137,8 @@ class LiveSession:
         self._chunk_s: float | None = None
         self._lag_s: float | None = None
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
-        self.strength, self.steering = DEFAULT_STRENGTH, Steering(id, send)
-        """Noise that is mixed with its video input; and the controls that are held."""
+        self.strength, self.steering, self.loras = DEFAULT_STRENGTH, Steering(id, send), dict[str, float]()
+        """Noise that is mixed with its video input; the controls that are held; scales of LoRAs, by name."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
 
     @property
@@ -190,7 +190,8 @@ class LiveSession:
             text = self.prompt = self._config.session.prompt  # that of the snapshot it was opened from were features
         past = (self.epoch + 1, playback.made_frames, playback.passed_frames)
         how = (text, self.seed, self.steps, self.kv_context, playback.ahead_frames, *past)
-        given = self.features.fields() if snapshot is None else {}
+        given: dict[str, Any] = {"loras": self.loras if self.epoch >= 0 else None}  # else what the snapshot has
+        given |= self.features.fields() if snapshot is None else {}
         self.resets += snapshot is None
         about: dict[str, Any] = {"active": not self.idle, "request": OPENING, "snapshot": snapshot, **given, **more}
         await self._send(messages.Open(self.id, *how, image=self.image, **about))
@@ -321,7 +322,7 @@ class LiveSession:
                     self._metrics.chunk_s.labels(self.id).observe(event.chunk_s)
             case messages.Opened():
                 self.engine, self.place, self.epoch = EngineStatus(), "device", event.epoch
-                self.begins_with_image = event.image
+                self.begins_with_image, self.loras = event.image, event.loras
                 self.playback.progressed.set()
                 self._settle(OPENING, None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
@@ -381,6 +382,7 @@ class LiveSession:
                 self.steps = self._sent_steps
             case control.StrengthMessage(strength=strength):
                 self.strength = strength
+        self.loras = self.loras if event.loras is None else event.loras
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
             self.prompt = self.prompt if event.request else event.text  # of the timeline
@@ -469,6 +471,8 @@ class LiveSession:
                 await self._send(messages.Rewind(self.id, chunk, self._sent_steps, request))
             case control.StepsMessage(steps=steps):
                 await self._send_steps(self.limit.steps_of(steps), request)
+            case control.LoraMessage(name=name, scale=scale, over=over):
+                await self._send(messages.SetLora(self.id, name, scale, over, request))
             case control.StrengthMessage(strength=strength):
                 await self._send(messages.SetInput(self.id, strength, request))
             case control.FpsMessage(fps=fps):
@@ -612,7 +616,7 @@ class LiveSession:
         """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""
         fmt, demand = self.playback.format, self._demand
         fps = self.limit.fps_of(demand.fps)
-        names = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context", "steps")
+        names = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context", "steps", "loras")
         return {
             "type": "state",
             "session": self.id,
@@ -629,6 +633,7 @@ class LiveSession:
             "asked_fps": demand.fps,
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
+            "loras_known": list(self._ready.loras),
             "controls": [asdict(each) for each in self._ready.controls],
             "wheel": self.wheel.state(),
             "kept": self.kept,

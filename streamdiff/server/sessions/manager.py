@@ -575,6 +575,7 @@ class Manager:
             await self.end(session.id, "restart", why)
             return
         self.reopening[session.id] = None
+        session.loras = {}  # one of them may be what it was refused for
         with contextlib.suppress(EngineFailure):  # as in `_ask_open`
             await session.ask_open()
 

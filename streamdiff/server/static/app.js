@@ -4,6 +4,7 @@ import { drawInput, drawInputError, startCamera } from "./camera.js";
 import { refusal, StreamClient } from "./client.js";
 import { $, chosen, drawFieldError, number, remember, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
+import { drawLoras, drawScale, startLoras } from "./lora.js";
 import { dataOf, drawPicture, frameOf, startPictures } from "./picture.js";
 import { startRecording } from "./record.js";
 import { startRewinding } from "./rewind.js";
@@ -110,6 +111,7 @@ function drawState(state) {
   setText($("playing-label"), state.session === "default" ? "Now playing" : `Now playing in session ${state.session}`);
   drawSwitches(state.switches);
   drawSteps(state);
+  drawLoras(state);
   setText($("playing"), state.text || state.prompt);
   $("playing").title = state.text || state.prompt;
   video.setAttribute("aria-label", `Live video: ${state.text || state.prompt}`);
@@ -153,7 +155,7 @@ function drawReceipt(text, stage = "") {
 
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
-const MADE = ["prompt", "reset", "rewind", "steps", "strength"];
+const MADE = ["prompt", "reset", "rewind", "steps", "strength", "lora"];
 const PAST = { recache: ", past recached", "recache-causal": ", past recached", flush: ", past flushed", reset: ", restarted" };
 
 function onReceipt(receipt) {
@@ -168,8 +170,8 @@ function onReceipt(receipt) {
     drawReceipt(view.paused ? "Accepted. It shows when you resume." : "Accepted. The picture changes in a moment.", "accepted");
   } else if (receipt.stage === "shown" && request.kind === "steps") {
     drawReceipt(`Chunks have ${receipt.steps ?? request.steps} steps now, after ${seconds(lag)}.`, "shown");
-  } else if (receipt.stage === "shown" && request.kind === "strength") {
-    drawReceipt(`The strength is on screen, after ${seconds(lag)}.`, "shown");
+  } else if (receipt.stage === "shown" && ["strength", "lora"].includes(request.kind)) {
+    drawReceipt(`The ${request.kind === "lora" ? "LoRA" : "strength"} is on screen, after ${seconds(lag)}.`, "shown");
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
@@ -189,8 +191,9 @@ function onRefused(kind, field, reason) {
     return;
   }
   const fields = { seed: "seed", fps: "fps", switch: "switch", steps: "steps", chunk: "rewind" };
-  const place = fields[field] ?? { reset: "seed", steps: "steps", rewind: "rewind" }[kind] ?? "prompt";
+  const place = fields[field] ?? { reset: "seed", steps: "steps", rewind: "rewind", lora: "lora" }[kind] ?? "prompt";
   drawFieldError(place, reason);
+  if (place === "lora") drawScale();
   if (place === "steps") $("steps").value = view.steps;
 }
 
@@ -547,6 +550,7 @@ const camera = startCamera({
   size: () => view.size,
 });
 const steering = startSteering(client, () => view.steers && client.connected, view);
+startLoras((name, scale) => ask("lora", { name, scale }));
 const wheel = startWheel(client, view, () => {
   steering.draw(view.controls ?? []);
   drawStatus();

@@ -18,7 +18,7 @@ from tests.hub_server import Hub, running
 
 LIMIT_S = 240.0
 WEIGHTS = "checkpoints/self_forcing_dmd.pt"
-VAE = "Wan2.1_VAE.pth"
+VAE, INDEX = "Wan2.1_VAE.pth", "model_index.json"
 SIZES = {
     "gdhe17/Self-Forcing": {WEIGHTS: 400_000, "another.pt": 7},
     "Wan-AI/Wan2.1-T2V-1.3B": {VAE: 30_000, "diffusion_pytorch_model.safetensors": 9},
@@ -29,7 +29,7 @@ SIZES = {
         "tokenizer/tokenizer.json": 500,
         "transformer/diffusion_pytorch_model.safetensors": 10,
     },
-    "someone/Wan": {"model_index.json": 2, "transformer/a.safetensors": 5, "vae/b.safetensors": 6, "notes.txt": 3},
+    "someone/Wan": {INDEX: 2, "transformer/a.safetensors": 5, "vae/b.safetensors": 6, "notes.txt": 3},
     "Kijai/WanVideo_comfy": {"taew2_1.safetensors": 11, "other.safetensors": 12},
 }
 NEEDED = {
@@ -40,8 +40,12 @@ NEEDED = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    files = {repo: {name: name.encode() * size for name, size in some.items()} for repo, some in SIZES.items()}
-    with running({repo: {n: d[: SIZES[repo][n]] for n, d in some.items()} for repo, some in files.items()}) as hub:
+    def content(name: str, size: int) -> bytes:
+        return ((b"{}" if name == INDEX else name.encode()) * size)[:size]
+
+    with running(
+        {repo: {name: content(name, size) for name, size in some.items()} for repo, some in SIZES.items()}
+    ) as hub:
         for name, value in hub.environment(tmp_path).items():
             monkeypatch.setenv(name, value)
         yield hub
@@ -121,6 +125,15 @@ async def test_what_cannot_be_had_is_told_with_the_way_out(hub: Hub, name: str, 
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(ConfigError, match=words):
             await fetch(ModelConfig(name=name), lambda progress: None)
+
+
+@pytest.mark.slow
+async def test_two_experts_are_refused_before_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    hub.files["someone/A14B"] = {INDEX: b'{"boundary_ratio": 0.9}', "transformer/a.safetensors": b"x" * 9}
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(ConfigError, match="two experts"):
+            await fetch(ModelConfig(name="someone/A14B"), lambda progress: None)
+    assert set(fetched(tmp_path)) == {INDEX}
 
 
 FETCH_FOLDER = """

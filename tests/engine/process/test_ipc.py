@@ -28,7 +28,7 @@ from streamdiff.engine.process.ipc import (
     decode,
     encode,
 )
-from streamdiff.engine.timeline import TimedChange
+from streamdiff.engine.timeline import LoraChange, TimedChange
 from streamdiff.errors import EngineFailure
 
 LIMIT_S = 240.0
@@ -69,6 +69,8 @@ MESSAGES = [
     messages.SetTimeline(
         "a", (TimedChange(at=1, prompt="x"), TimedChange(at=2, controls={"shape": 0.5}, loop=True)), "r6", 0
     ),
+    messages.SetLora("a", "oil", 0.5, 3, "r8"),
+    messages.SetTimeline("a", (TimedChange(at=1, lora=LoraChange("oil", None)),)),
     messages.GetLog("a", "r7"),
     messages.Rewind("a", 40, 2, "r8"),
     messages.Kept("a", (7, 40)),

@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.autoencoder import build, load_autoencoder
-from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder, TaehvConfig, space_of
 from streamdiff.models.autoencoder.wan import Half
 from tests.small import CPU
+from tests.small_vae import small_wan_autoencoder
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +110,8 @@ def plain_encode(weights: dict[str, Tensor], frames: Tensor) -> Tensor:
 
 def undo(latents: Tensor, space: str) -> Tensor:
     """What the network takes, given normalised latents `[C, T, h, w]`."""
-    mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (WAN_MEAN, WAN_STD))
+    wan = small_wan_autoencoder().config
+    mean, std = (torch.tensor(wan[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     return latents * std + mean if space == "raw" else latents
 
 
@@ -183,8 +185,13 @@ def test_other_channels_and_patches_come_from_the_shapes(tmp_path: Path) -> None
     torch.save(stored, tmp_path / "taew2_2.pth")
     half = load_autoencoder(tmp_path / "taew2_2.pth", "decoder", CPU)
     assert (half.latent_channels, half.spatial, half.temporal) == (48, 16, 4)
-    with pytest.raises(ConfigError):
-        load_autoencoder(tmp_path / "taew2_2.pth", "decoder", CPU, latent_space="raw")
+    raw = load_autoencoder(tmp_path / "taew2_2.pth", "decoder", CPU, latent_space="raw").normalisation
+    known = catalogue.parts().autoencoders["wan2.2"].config
+    assert raw is not None and known is not None
+    assert raw.mean.flatten().tolist() == pytest.approx(known["latents_mean"])
+    torch.save(TAEHV(TaehvConfig(latent_channels=12)).state_dict(), tmp_path / "other.pth")
+    with pytest.raises(ConfigError, match="12 latent channels"):
+        load_autoencoder(tmp_path / "other.pth", "decoder", CPU, latent_space="raw")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

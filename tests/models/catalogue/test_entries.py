@@ -44,14 +44,14 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ..
     "causal-rcm-chunkwise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
     "causal-rcm-framewise-2step": ((1000, 832), (SCALE, 0.833333), RCM),
 }
-BASES = {"wan2.1-t2v-1.3b": "wan2.1-1.3b", "wan2.1-t2v-14b": "wan2.1-14b"}
+BASES = {"wan2.1-t2v-1.3b": "wan2.1-1.3b", "wan2.1-t2v-14b": "wan2.1-14b", "wan2.2-ti2v-5b": "wan2.2-5b"}
 
 
 def test_every_packaged_file_is_an_entry_and_stands_in_the_tables() -> None:
     names = {path.stem for path in FOLDER.glob("*.yaml")} - {"parts"}
     assert set(catalogue.entries()) == names
     assert set(catalogue.entries()) == names == set(PUBLISHED) | set(BASES)
-    assert list(catalogue.entries())[:3] == ["tiny", *BASES], "the embedded model first, then the bases"
+    assert list(catalogue.entries())[:4] == ["tiny", *BASES], "the embedded model first, then the bases"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

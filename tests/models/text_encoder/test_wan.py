@@ -333,9 +333,9 @@ def test_prompts_are_cleaned_as_diffusers_cleans_them(prompt: str) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_one_file_in_hugging_faces_names(folders: tuple[Path, Path], tmp_path: Path, scaled: bool) -> None:
-    """As ComfyUI has it: a tokenizer inside, which is not read, and 8 bits with a scale for each matrix."""
-    ours, theirs = folders
-    shutil.copytree(theirs / "google", tmp_path / "google")
+    """As ComfyUI has it: a tokenizer inside, and 8 bits with a scale for each matrix."""
+    ours, _ = folders
+    inside = torch.frombuffer(bytearray(umt5.sentence_piece(ours)), dtype=torch.uint8)
     checkpoint = open_checkpoint(ours / "text_encoder", names=("model",))
     stored, marks = {name: checkpoint.read(name).clone() for name in checkpoint.names}, {}
     meant = dict(stored)
@@ -347,7 +347,20 @@ def test_one_file_in_hugging_faces_names(folders: tuple[Path, Path], tmp_path: P
     marks |= {"scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)} if scaled else {}
     found = []
     for name, state in (("umt5.safetensors", stored | marks), ("plain.safetensors", meant)):
-        save_file({**state, "spiece_model": torch.zeros(9, dtype=torch.uint8)}, tmp_path / name)
+        save_file({**state, "spiece_model": inside}, tmp_path / name)
         found.append(WanText(tmp_path / name, length=FILE_LENGTH, width=umt5.WIDTH).encode(PROMPT))
     assert torch.equal(*found)
     assert torch.equal(found[0], WanText(ours, length=FILE_LENGTH).encode(PROMPT)) is not scaled
+    one, folder = WanText(tmp_path / "umt5.safetensors", length=FILE_LENGTH), WanText(ours, length=FILE_LENGTH)
+    for words in (*umt5.WORDS, "a  fox, \u4e2d & snow " * 9, ""):
+        assert torch.equal(one.tokens(words), folder.tokens(words))
+        assert one.read(words, None) == folder.read(words, None)
+
+
+@pytest.mark.parametrize("inside", [b"", b"\x0a\xff", b"\x0f", bytes(9)])
+def test_a_damaged_tokenizer_inside_is_refused(inside: bytes, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(folders[0] / "text_encoder", names=("model",))
+    state = {name: checkpoint.read(name).clone() for name in checkpoint.names}
+    save_file(state | {"spiece_model": torch.tensor(list(inside), dtype=torch.uint8)}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match="no tokenizer that can be read"):
+        WanText(tmp_path / "a.safetensors")

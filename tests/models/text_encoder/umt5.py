@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,15 @@ def write_original(folder: Path, source: Path, encoder: UMT5EncoderModel) -> Pat
     torch.save({theirs: state[ours] for ours, theirs in names.items()}, file)
     shutil.copytree(source / "tokenizer", folder / "google" / "umt5-xxl")
     return file
+
+
+def sentence_piece(folder: Path) -> bytes:
+    """The tokenizer of a folder that `write` made as SentencePiece's file: a message of protocol buffers."""
+    words = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
+    pieces = [(word.encode(), struct.pack("<f", score)) for word, score in words]
+    inner = [b"\x0a" + bytes([len(word)]) + word + b"\x15" + score + b"\x18\x01" for word, score in pieces]
+    trainer = b"\x12\x04\x18\x01\x20\x50"  # model_type and vocab_size, which do not count here
+    return b"".join(b"\x0a" + bytes([len(each)]) + each for each in inner) + trainer + b"\x1a\x02\x18\x01"
 
 
 def _tokenizer() -> Tokenizer:

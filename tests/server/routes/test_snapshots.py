@@ -150,7 +150,7 @@ async def test_what_does_not_fit_is_refused_by_name_and_others_play_on(monkeypat
             assert (await refusal(snapshot, **{name: value}))[:2] == (422, name)
         for hostile in (
             b"", b"\x80\x04" * 40, snapshot[:-5], snapshot[:200], save({"a": torch.ones(1)}),
-            save({"a": torch.ones(1)}, {"kind": "streamdiff session", "format": "2", "header": "[" * 99_999}),
+            save({"a": torch.ones(1)}, {"kind": "streamdiff session", "format": "3", "header": "[" * 99_999}),
         ):  # fmt: skip
             assert (await refusal(hostile))[:2] == (422, "snapshot")
         assert (await refusal(bytes(2**20 + 1)))[:2] == (413, "snapshot")

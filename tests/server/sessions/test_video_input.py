@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from streamdiff.config import Config, PlaybackConfig, SessionConfig
-from streamdiff.engine.messages import InputFrames, SetInput
+from streamdiff.engine.messages import InputFrames, Pictures, SetInput
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.sessions import video_input
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.video_input import Frames, VideoInput, check_video, fit_frame, play
+from streamdiff.server.sessions.video_input import VideoInput, check_video, fit_frame, play
 from streamdiff.video.files import open_clip
 from tests.server.conftest import bearer, open_site
 from tests.server.routes.test_whip import Colour, sending, served, state
@@ -180,7 +180,7 @@ def frame(width: int, height: int, value: int = 90) -> av.VideoFrame:
 
 
 async def test_the_newest_frame_goes_on_in_pieces_whatever_its_size_and_only_while_it_is_wanted() -> None:
-    handed: asyncio.Queue[Frames] = asyncio.Queue()
+    handed: asyncio.Queue[Pictures] = asyncio.Queue()
     wanted = False
 
     async def end(reason: str) -> None: ...

@@ -176,6 +176,8 @@ class ModelConfig(_Section):
     kv_context: Annotated[KVContext, Flag(group=GPUS)] = "clean"
     """What a chunk sees of earlier ones; staircase lets one stream use several GPUs; default: what the model was made
     for."""
+    untested: Annotated[bool, Flag()] = False
+    """Also take KV contexts in which nobody has measured what becomes of a world's quality."""
     window: Annotated[int | None, Flag()] = Field(None, ge=1)
     """Latent frames that a chunk can see, sink and itself included; default: the model's own."""
     sink: Annotated[int | None, Flag()] = Field(None, ge=0)

@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Any
 from streamdiff.core import Frames, control_values, lora_id, split_label
 from streamdiff.engine import messages, validation
 from streamdiff.engine.change_log import KeptPlace
-from streamdiff.engine.messages import (
-    Command,
-    Event,
-    InputFrames,
-    Open,
-    Reset,
-    Rewind,
-    SetLora,
-    SetPrompt,
-    StreamCommand,
-)
+from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, Rewind, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
@@ -247,6 +237,7 @@ class Engine:
         start = partial(
             self._pipeline.open, slot, made.conditioning, seed=session.seed, epoch=session.epoch, steps=steps,
             kv_context=kv_context, background=command.background, start=made.start, video=made.video,
+            **({} if made.controls is None else {"controls": made.controls}),
         )  # fmt: skip
         try:
             self._resting.retry_after_swap_out(start)
@@ -254,6 +245,7 @@ class Engine:
             raise validation.bad_value(error, "session") from error
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
+        session.origin = session.origin if made.controls is None else "it began with a camera's poses"
         session.begins()
         for name, scale in (command.loras or {}).items():
             session.set_lora(loras[name], scale, 1, "")
@@ -289,10 +281,10 @@ class Engine:
         elif isinstance(command, Reset):
             validation.check_begin(command, self._pipeline.info)
             pending = PendingRequest(command, self._text_to_encode(session))
-        elif isinstance(command, SetLora | messages.SetTimeline):
+        elif isinstance(command, messages.SetLora | messages.SetTimeline):
             pending = PendingRequest(command, self._text_to_encode(session), loras=self._labels(command, session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        behind = isinstance(command, SetLora) and command.session in self._prompt_queue  # which may be reading it
+        behind = isinstance(command, messages.SetLora) and command.session in self._prompt_queue  # it may be read
         waits = opening or behind or isinstance(command, SetPrompt | Reset | Rewind) or pending.loras or pending.text
         return self._wait(pending) if waits else self._carry_out(pending)
 
@@ -333,7 +325,7 @@ class Engine:
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
-            case SetLora(name=name, scale=scale, over=over):
+            case messages.SetLora(name=name, scale=scale, over=over):
                 known = session.lora_names | self._take(slot, pending.made.loras)
                 if name not in known:
                     why = f"lora is {name[:60]!r}; the session has {', '.join(known) or 'none'}"
@@ -376,7 +368,7 @@ class Engine:
         """Names or labels of the LoRAs that have to be read for a request. Raises RequestError for a scale out of
         range."""
         match command:
-            case SetLora(name=name, scale=scale):
+            case messages.SetLora(name=name, scale=scale):
                 validation.check_lora(command)
                 return () if scale is None or (session and name in session.lora_names) else (name,)
             case Open(loras=loras, snapshot=snapshot, changes=changes):

@@ -108,13 +108,9 @@ class BlockSource(Protocol):
 # In a graph they are the very numbers that the plain path has.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def position_planes(
-    count: int,
-    height: int,
-    width: int,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    count: int, height: int, width: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32,
     frames: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`count` fixed planes `[count, h, w]` that encode each latent pixel's position, an input beside the latents. With
     `frames`: `[1, count, F, h, w]`, the same for each.
 
@@ -338,14 +334,9 @@ class WanDenoiser:
         return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
     def run_blocks(
-        self,
-        tokens: TokenStates,
-        text: Iterable[BlockText],
-        self_attention: SelfAttention,
-        act: Act | None = None,
-        camera: Tensor | None = None,
-        branches: Sequence[Sequence[Branch]] = (),
-    ) -> TokenStates:
+        self, tokens: TokenStates, text: Iterable[BlockText], self_attention: SelfAttention, act: Act | None = None,
+        camera: Tensor | None = None, branches: Sequence[Sequence[Branch]] = (),
+    ) -> TokenStates:  # fmt: skip
         """Run the blocks. `text` holds one entry per block; what the camera embedding `camera` `[R, L, D]` is to a
         block is made here, None: there is none, or `text` has it. `branches` are the rows', block by
         block; `text` has its own.
@@ -421,9 +412,17 @@ class WanDenoiser:
     ) -> Tensor:  # fmt: skip
         """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
         as of `run_blocks`."""
+        hidden = self.to_cross_attention(weights, hidden, modulation, text, mixed, attend)
+        if act is not None:
+            hidden = act(weights.block, hidden)
+        return self.feed_forward(weights, hidden, modulation)
+
+    def to_cross_attention(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: BlockText, mixed: Tensor, attend: Attend
+    ) -> Tensor:
+        """`after_attention`, cross-attention included."""
         block, _, branches = weights
-        _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
-        mixed = mixed.flatten(2)
+        gate, mixed = modulation[:, :, 2], mixed.flatten(2)
         hidden = _gated(hidden, add_branches(branches, "attn1.to_out.0", mixed, block.attn1.to_out[0](mixed)), gate)
         if isinstance(text, SteeredText):
             hidden = torch.addcmul(text.shift, hidden, text.scale)
@@ -432,10 +431,12 @@ class WanDenoiser:
         normal = _norm(block.norm2, hidden)
         query = self._split(cross.norm_q(add_branches(branches, "attn2.to_q", normal, cross.to_q(normal))))
         mixed = attend(query, text.key, text.value).flatten(2)
-        hidden = hidden + add_branches(branches, "attn2.to_out.0", mixed, cross.to_out[0](mixed))
-        if act is not None:
-            hidden = act(block, hidden)
+        return hidden + add_branches(branches, "attn2.to_out.0", mixed, cross.to_out[0](mixed))
 
+    def feed_forward(self, weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> Tensor:
+        """The end of a block, after cross-attention and actions."""
+        block, _, branches = weights
+        _, _, _, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         wide = gelu(add_branches(branches, "ffn.net.0.proj", normal, widen.proj(normal)))

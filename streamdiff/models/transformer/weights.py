@@ -74,11 +74,9 @@ class WanCheckpoint(NamedTuple):
 
 
 def open_transformer(
-    source: Path | Checkpoint,
-    container: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    source: Path | Checkpoint, container: str | None = None, config: Mapping[str, Any] | None = None,
     usual: str | None = None,
-) -> WanCheckpoint:
+) -> WanCheckpoint:  # fmt: skip
     """Open a checkpoint and read headers, no weights.
 
     Args:
@@ -133,14 +131,9 @@ def drawn_transformer(
 
 
 def load_transformer(
-    file: WanCheckpoint,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    blocks: Blocks | None = None,
-    loras: Sequence[Lora] = (),
-    quantize: str = "none",
-) -> WanTransformer3DModel:
+    file: WanCheckpoint, *, device: torch.device, dtype: torch.dtype, blocks: Blocks | None = None,
+    loras: Sequence[Lora] = (), quantize: str = "none",
+) -> WanTransformer3DModel:  # fmt: skip
     """The transformer in a checkpoint, with blocks `blocks` (first, last exclusive; all when None).
 
     With the first block come patch and time embedding, with the last one the output layer; the projections of text and
@@ -240,14 +233,9 @@ def _fits(name: str, shape: tuple[int, ...], parts: int, expected: tuple[int, ..
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 def _read(
-    file: WanCheckpoint,
-    sizes: Mapping[str, int],
-    wanted: Shapes,
-    adapters: Sequence[Adapter],
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: str,
-) -> dict[str, Tensor]:
+    file: WanCheckpoint, sizes: Mapping[str, int], wanted: Shapes, adapters: Sequence[Adapter], device: torch.device,
+    dtype: torch.dtype, quantize: str,
+) -> dict[str, Tensor]:  # fmt: skip
     """The wanted tensors, of `sizes` in bytes, each brought to its place and form before the next is read."""
     checkpoint, names, *_ = file
     total = sum(sizes.values())
@@ -579,10 +567,9 @@ def _any(change: _Change) -> str:
 
 
 def _misfits(
-    checkpoint: Checkpoint,
-    changes: Mapping[str, tuple[_Change, TensorLocation]],
+    checkpoint: Checkpoint, changes: Mapping[str, tuple[_Change, TensorLocation]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     found = []
     for target, (change, source) in changes.items():
         shape = {kind: checkpoint.entries[name].shape for kind, name in change.items()}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ from torch.overrides import TorchFunctionMode
 from benchmarks import report
 from benchmarks.operation_counter import Count, Counter
 from streamdiff.core import MicroStep
+from streamdiff.models import catalogue
 from streamdiff.models.model import StageModel
-from streamdiff.models.spec import ModelSpec
+from streamdiff.models.spec import ActionModules, ModelSpec
+from streamdiff.models.transformer.actions import attach
 from streamdiff.models.transformer.wan import Fused, WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
+from streamdiff.pipeline.planner.model_sizes import entry_sizes
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 
 WAN_1_3B: dict[str, Any] = {
@@ -98,9 +102,14 @@ def _indexed(tensor: Tensor, places: Any) -> Tensor:
     return tensor
 
 
-def transformer(blocks: int) -> WanTransformer3DModel:
-    """Wan 1.3B with so many blocks, in the dtypes that it runs in. To be called where tensors have no memory."""
-    model: WanTransformer3DModel = WanTransformer3DModel(**WAN_1_3B, num_layers=blocks).eval().requires_grad_(False)
+def transformer(blocks: int, actions: ActionModules | None = None) -> WanTransformer3DModel:
+    """Wan 1.3B with so many blocks, each with an action module where there are `actions`, in the dtypes that it runs
+    in. To be called where tensors have no memory."""
+    model: WanTransformer3DModel = WanTransformer3DModel(**WAN_1_3B, num_layers=blocks)
+    if actions is not None:
+        width = WAN_1_3B["num_attention_heads"] * WAN_1_3B["attention_head_dim"]
+        attach(model.blocks, replace(actions, blocks=tuple(range(blocks))), width)
+    model.eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         owner, _, last = name.rpartition(".")
         moved = nn.Parameter(weight.to(CUDA, kept_dtype(name, DTYPE)), requires_grad=False)
@@ -111,9 +120,9 @@ def transformer(blocks: int) -> WanTransformer3DModel:
     return model
 
 
-def denoiser(blocks: int) -> WanDenoiser:
+def denoiser(blocks: int, actions: ActionModules | None = None) -> WanDenoiser:
     """Ours, with query, key and value as one product (`fuse` takes weights without memory for quantised ones)."""
-    parts = WanDenoiser(transformer(blocks)).fuse()
+    parts = WanDenoiser(transformer(blocks, actions)).fuse()
     for block in parts.blocks:
         layers = block.attn1.to_q, block.attn1.to_k, block.attn1.to_v
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
@@ -142,21 +151,32 @@ def spec_of(model: str) -> ModelSpec:
     )
 
 
+def world_spec(actions: bool) -> ModelSpec:
+    """Matrix-Game 2, without its picture's channels; with its action modules, or as if it had none."""
+    spec = replace(entry_sizes(catalogue.find("matrix-game-2")).spec, condition_channels=0, steps=(STEPS,))
+    spec = replace(spec, text_shape=(spec.text_shape[0], WAN_1_3B["text_dim"]), schedules=())
+    return spec if actions else replace(spec, actions=None, action_rows=None, controls=())
+
+
 def micro_step(spec: ModelSpec, kv_context: str, blocks: int, step: int = 2) -> Count:
     """One micro-step of ours in the steady state: the chunk's steps before it have run."""
     with FakeTensorMode(), WithoutDevice(), torch.inference_mode():
-        stage = ModelRunner(StageModel(spec, denoiser(blocks)), CUDA)
+        stage = ModelRunner(StageModel(spec, denoiser(blocks, spec.actions)), CUDA)
         counter = Counter()
         stage.open(0, steps=STEPS, kv_context=kv_context)
         stage.set_text(0, 0, torch.zeros(spec.text_shape), 0)
         latents = torch.zeros(1, *spec.chunk_shape, dtype=DTYPE, device=CUDA)
-        given = latents, torch.zeros(1, spec.chunk_latents, stage.denoiser.width, dtype=DTYPE, device=CUDA)
+        time = torch.zeros(1, spec.chunk_latents, stage.denoiser.width, dtype=DTYPE, device=CUDA)
+        given: tuple[Tensor, ...] = (latents, time)
+        if spec.steering_shape is not None:
+            given = *given, torch.zeros(1, *spec.steering_shape, device=CUDA)
         state, geometry = stage.sessions[0].state, stage.sessions[0].geometry
         # The first in its round of the slots: what it sees lies at the end of the others, where any is left over.
         chunk = next(chunk for chunk in range(_LATE, 2 * _LATE) if geometry.slot(chunk) == geometry.pinned)
         for before in range(step):
             stage.forward([MicroStep(0, chunk, before, STEPS, 0)], given)
-        counter.watch((state.key, state.value))
+        acting = stage.sessions[0].actions
+        counter.watch((state.key, state.value, *(() if acting is None else vars(acting).values())))
         with counter:
             stage.forward([MicroStep(0, chunk, step, STEPS, 0)], given)
     counted: Count = counter.count
@@ -202,6 +222,9 @@ def measure() -> list[dict[str, report.Value]]:
         spec = spec_of(name)
         for kv_context in CONTEXTS:
             rows.append(row(name, kv_context, per_block(partial(micro_step, spec, kv_context)), spec))
+    for actions in (False, True):
+        spec, name = world_spec(actions), "matrix-game-2" if actions else "the same without actions"
+        rows.append(row(name, "clean", per_block(partial(micro_step, spec, "clean")), spec))
     spec = spec_of("self-forcing")
     rows.append(row("diffusers", "none", per_block(lambda blocks: clip(spec, blocks)), spec))
     return rows

@@ -483,7 +483,7 @@ def open(
             first chunk that is not begun: which one that is depends on how fast chunks are made and decoded.
         image: the picture that the stream begins with and continues from: a file, its bytes, or an array.
         fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
-        rewind_mb: MB of memory for snapshots that `rewind` and `branch` need, of each two seconds of the stream.
+        rewind_mb: MB of memory for snapshots that `rewind` and `branch` need, one for two to four seconds.
         options: what runs, and where: `model`, as --model of the command line, and the other settings of the section
             `model` by their names (docs/settings.md): `weights`, `steps`, `device`, `stages`, ...
 

@@ -76,9 +76,6 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         self._http = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S, headers=_bearer(token))
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         await self._http.aclose()
 
     async def request(self, /, method: str, path: str, **given: Any) -> httpx.Response:
@@ -167,9 +164,12 @@ class AsyncRemoteStream(AbstractAsyncContextManager["AsyncRemoteStream"]):
     async def control(self, until: Stage = "accepted", /, **values: float) -> Message:
         """Hold controls of the model, by name: -1 to 1, a button 0 or 1; others stay as they are. They are held until
         they are set to 0, or this is closed."""
-        receipt = await self.ask("control", until, axes=values)
-        self._held = {name: value for name, value in (self._held | values).items() if value}
-        return receipt
+        before, self._held = self._held, {name: value for name, value in (self._held | values).items() if value}
+        try:
+            return await self.ask("control", until, axes=values)
+        except RequestError:
+            self._held = before
+            raise
 
     async def events(self) -> AsyncGenerator[Message, None]:
         """What the server tells from now on: `state` after each change, `stats` twice a second, receipts; until the
@@ -190,10 +190,11 @@ class AsyncRemoteStream(AbstractAsyncContextManager["AsyncRemoteStream"]):
                 return
             websockets = optional("websockets", "client", "Messages to a session")
             url = f"ws{self._client.url.removeprefix('http')}/api/sessions/{self.id}/control"
-            shown = _bearer(self._client.token) | self._shown
             self._broken = websockets.ConnectionClosed
             try:
-                self._socket = await websockets.connect(url, additional_headers=shown)
+                self._socket = await websockets.connect(
+                    url, additional_headers=_bearer(self._client.token) | self._shown
+                )
             except websockets.InvalidStatus as error:
                 _check(error.response.status_code, error.response.body)
             except (OSError, websockets.WebSocketException) as error:
@@ -331,5 +332,5 @@ class Client(_Blocking[AsyncClient]):
         return RemoteStream(self._portal, self._portal.call(self._of.session, id, token))
 
     def __exit__(self, *_: object) -> None:
-        self._portal.call(self._of.close)
+        self._portal.call(self._of.__aexit__)
         self._thread.__exit__(None, None, None)

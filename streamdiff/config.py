@@ -176,6 +176,8 @@ class ModelConfig(_Section):
     kv_context: Annotated[KVContext, Flag(group=GPUS)] = "clean"
     """What a chunk sees of earlier ones; staircase lets one stream use several GPUs; default: what the model was made
     for."""
+    untested: Annotated[bool, Flag()] = False
+    """Also take KV contexts in which nobody has measured what becomes of a world's quality."""
     window: Annotated[int | None, Flag()] = Field(None, ge=1)
     """Latent frames that a chunk can see, sink and itself included; default: the model's own."""
     sink: Annotated[int | None, Flag()] = Field(None, ge=0)
@@ -419,7 +421,7 @@ class ServeConfig(_Section):
     """Who opens the page without naming a session gets one of their own, while there is room."""
     wheel_idle_s: float = Field(60.0, gt=0, le=86_400)
     """Seconds after which who has the wheel of a session, and does not steer, loses it."""
-    rewind_mb: Annotated[int, Flag(metavar="MB")] = Field(256, ge=0, le=1_000_000)
+    rewind_mb: int = Field(256, ge=0, le=1_000_000)
     """MB of memory for snapshots to which sessions can be rewound; the oldest go first; 0: none are kept."""
     blocked_words: str | None = None
     """A file with words, one a line, that prompts of sessions and names of watchers must not have; null: none."""

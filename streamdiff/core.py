@@ -225,7 +225,8 @@ class ModelInfo:
     name, `switch` what a new prompt does to the past (PROMPT_POLICIES) unless it says. `text_shape` is (most rows,
     width) of a prompt's embeddings, `chunk_shape` that of a chunk's latents, `[C, F, h, w]`, and `first_chunks` how
     many are made together at a stream's beginning; without them it takes no features that were made elsewhere.
-    `controls` steer it while it plays. With `begins_with_picture` it needs a start picture."""
+    `controls` steer it while it plays. With `begins_with_picture` it needs a start picture; `has_camera`: it takes a
+    camera's poses."""
 
     model: str
     device: str
@@ -242,6 +243,7 @@ class ModelInfo:
     first_chunks: int = 1
     controls: tuple[Control, ...] = ()
     begins_with_picture: bool = False
+    has_camera: bool = False
 
     def __post_init__(self) -> None:
         """Controls as objects, also those that came as JSON."""

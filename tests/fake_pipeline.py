@@ -238,6 +238,9 @@ class FakePipeline:
 
     def let_go(self, session: int) -> None: ...
 
+    def nbytes(self, session: int) -> int:
+        return 0
+
     def is_away(self, session: int) -> bool:
         return False
 

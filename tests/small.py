@@ -6,7 +6,7 @@ the result, and a mistake in any of them is far above the tolerance of a compari
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from streamdiff.core import Control
 from streamdiff.models.autoencoder.picture_decoder import Normalisation, PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvAutoencoder, TaehvConfig
 from streamdiff.models.model import Model
-from streamdiff.models.spec import ActionModules, ModelSpec
+from streamdiff.models.spec import ActionModules, ActionRows, ModelSpec
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.tiny.scene import Scene
 from streamdiff.models.transformer.actions import attach
@@ -47,6 +47,9 @@ BLUE = "a blue star moving up over a meadow at night"
 WHITE = "a white heart moving left over a meadow at dusk"
 CONTROLS = (Control("x"), Control("pan", whole_chunk=True), Control("jump", "button"))
 """What steers a small model that has controls."""
+KEYS = (Control("stand", "button", idle=True), Control("walk", "button"), Control("yaw", scale=0.1))
+ACTIONS = ActionModules((0, 1), 2, 12, 2, 1, 8, 4, 256.0, ActionRows(12, 4, 3))
+"""What steers a small world with action modules, in its first two blocks, and these."""
 
 
 class Parts(NamedTuple):
@@ -191,6 +194,14 @@ def small_model(
     )
     decoder = PictureDecoder(small_decoder(parts.autoencoder, parts.mean, parts.std))
     return Model(spec, WanDenoiser(parts.transformer, len(controls)), parts.text, decoder)
+
+
+def small_world(seed: int, *, layers: int = 3, heads: int = 2, window: int = 6) -> Model:
+    """A model with action modules, which otherwise is as `small_model`."""
+    plain = small_model(seed, layers=layers, heads=heads, window=window)
+    spec = replace(plain.spec, controls=KEYS, actions=ACTIONS, action_rows=ACTIONS.rows)
+    network = small_transformer(seed, layers=layers, heads=heads, actions=ACTIONS)
+    return replace(plain, spec=spec, denoiser=WanDenoiser(network))
 
 
 def save_model(folder: Path, layers: int = 2, controls: tuple[Control, ...] = ()) -> None:

@@ -120,10 +120,8 @@ async def _serve(job: McpJob, sdk: Any, error: type[Exception]) -> None:
     async with AsyncClient(job.url, read_token(job)) as client:
         tools = Tools(client, job.folder, sdk.Image)
         server = sdk.MCPServer("streamdiff", instructions=__doc__, log_level="WARNING")
-        for method in (
-            tools.open, tools.join, tools.prompt, tools.control, tools.look, tools.timeline, tools.record, tools.close,
-        ):  # fmt: skip
-            server.add_tool(_as_tool(method, error), structured_output=False)
+        for name in ("open", "join", "prompt", "control", "look", "timeline", "record", "close"):
+            server.add_tool(_as_tool(getattr(tools, name), error), structured_output=False)
         try:
             await server.run_stdio_async()
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,14 +53,16 @@ _HEADER = TypeAdapter(LogHeader)
 
 
 @dataclass(frozen=True)
-class LogPlace:
+class KeptPlace:
     """Where a stream was, whose next chunk was `chunk`: its log had `size` bytes of changes, `frames` were made, and
-    chunks before had `held` these controls."""
+    chunks before had `held` these controls. `stream` stands for it, see `Session`; `snapshot` is a file of then."""
 
     chunk: int
     size: int
     frames: int
     held: dict[str, float]
+    stream: object
+    snapshot: bytes | memoryview = field(default=b"", repr=False)
 
 
 class ChangeLog:
@@ -83,13 +85,14 @@ class ChangeLog:
         self._chunk = 0  # of the changes that are not in `_lines` yet
         self._open = bytearray()
         self._lines = bytearray()
-        self._end: tuple[int, int, str] | None = None
+        self.end: tuple[int, int, str] | None = None
+        """The chunk from which on it has nothing, the frames made by then, and why; None: it goes on."""
 
     def add(self, chunk: int, **change: Any) -> None:
         """Note a change, in the words of `TimedChange`, of the next chunk to be admitted. Mutates: self."""
         self._advance(chunk)
         self.loras |= {change["lora"]["name"]} if "lora" in change else set()
-        if self._end is None:
+        if self.end is None:
             self._open += _line({"at": chunk, **change})
             self._limit(chunk)
 
@@ -112,19 +115,14 @@ class ChangeLog:
     def cut(self, chunk: int, why: str) -> None:
         """What comes from this chunk on cannot be played again. Mutates: self."""
         self._advance(chunk)
-        self._end = self._end or (chunk, self.frames, why)
+        self.end = self.end or (chunk, self.frames, why)
 
-    @property
-    def cut_at(self) -> int | None:
-        """The chunk from which on it has nothing; None: it goes on."""
-        return None if self._end is None else self._end[0]
-
-    def place(self, chunk: int) -> LogPlace:
+    def place(self, chunk: int, stream: object) -> KeptPlace:
         """The present place, of a stream whose next chunk is `chunk`. Mutates: self."""
         self._advance(chunk)
-        return LogPlace(chunk, len(self._lines) + len(self._open), self.frames, dict(self._before))
+        return KeptPlace(chunk, len(self._lines) + len(self._open), self.frames, dict(self._before), stream)
 
-    def back(self, place: LogPlace, until: int) -> tuple[ChangeLog, tuple[TimedChange, ...]]:
+    def back(self, place: KeptPlace, until: int) -> tuple[ChangeLog, tuple[TimedChange, ...]]:
         """The log as it was at a place of it, and what it has of the chunks from there to `until`, exclusive. The first
         of these changes holds all controls that are held, as a snapshot has none of them."""
         data, log = bytes(self._lines + self._latest()), ChangeLog(self.fault, **self._begin)
@@ -141,7 +139,7 @@ class ChangeLog:
 
     def content(self, model: Mapping[str, Any], chunk: int) -> bytes:
         """The file, with the facts of the model, of a stream whose next chunk is `chunk`."""
-        chunks, frames, cut = self._end or (chunk, self.frames, "")
+        chunks, frames, cut = self.end or (chunk, self.frames, "")
         lines = self._lines + (self._latest() if self._chunk < chunks else b"")
         header = {"kind": KIND, "format": FORMAT, "version": __version__, "fault": self.fault, **self._begin}
         header |= {"chunks": chunks, "frames": frames, "changes": lines.count(b"\n"), "cut": cut, "model": dict(model)}
@@ -155,7 +153,7 @@ class ChangeLog:
         """Changes of `chunk` follow. Mutates: self."""
         if chunk == self._chunk:
             return
-        if self._end is None:
+        if self.end is None:
             self._lines += self._latest()
         self._chunk, self._before = chunk, dict(self.held)
         self._open.clear()
@@ -163,7 +161,7 @@ class ChangeLog:
         self._limit(chunk)
 
     def _limit(self, chunk: int) -> None:
-        if self._end is None and len(self._lines) + len(self._open) > MAX_LOG_BYTES:
+        if self.end is None and len(self._lines) + len(self._open) > MAX_LOG_BYTES:
             self._open.clear()
             self.cut(chunk, f"it has {MAX_LOG_BYTES / 1e6:g} MB, the most that is kept")
 
@@ -208,14 +206,14 @@ def parse_log(data: bytes, name: str) -> Log:
         raise ConfigError(why, field="replay", code="log")
     first, *lines = data.removesuffix(b"\n").split(b"\n")
     header: LogHeader = _parsed(_HEADER, first, f"{name}:1")
-    for wrong, field, why in (
+    for wrong, named, why in (
         ((header.kind, header.format) != (KIND, FORMAT), "format", f"this version plays format {FORMAT} of {KIND!r}"),
         (header.fault, "fault", f"it cannot be played again: {header.fault[:200]}"),
         (not header.frames, "frames", "no frame was made"),
         (header.changes != len(lines), "changes", f"it has {len(lines)} changes of {header.changes}; get it again"),
     ):
         if wrong:
-            raise ConfigError(f"the log {name}: {why}", field=field, code=field)
+            raise ConfigError(f"the log {name}: {why}", field=named, code=named)
     changes = tuple(_parsed(CHANGE, line, f"{name}:{number}") for number, line in enumerate(lines, 2))
     try:
         if placed(checked(changes), 1.0) != changes:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames, control_values, lora_id, split_label
 from streamdiff.engine import messages, validation
+from streamdiff.engine.change_log import KeptPlace
 from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, Rewind, SetPrompt, StreamCommand
 from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
-from streamdiff.engine.resting import KeptSnapshot, SaveAndSwapQueue
+from streamdiff.engine.resting import SaveAndSwapQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.timeline import TimedChange
 from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
@@ -236,6 +237,7 @@ class Engine:
         start = partial(
             self._pipeline.open, slot, made.conditioning, seed=session.seed, epoch=session.epoch, steps=steps,
             kv_context=kv_context, background=command.background, start=made.start, video=made.video,
+            **({} if made.controls is None else {"controls": made.controls}),
         )  # fmt: skip
         try:
             self._resting.retry_after_swap_out(start)
@@ -243,6 +245,7 @@ class Engine:
             raise validation.bad_value(error, "session") from error
         self._sessions[session.name] = self._in_slot[slot] = session
         session.origin = "" if made.video is None else "it began with latents of a video"
+        session.origin = session.origin if made.controls is None else "it began with a camera's poses"
         session.begins()
         for name, scale in (command.loras or {}).items():
             session.set_lora(loras[name], scale, 1, "")
@@ -288,7 +291,7 @@ class Engine:
     def _carry_out(self, pending: PendingRequest) -> list[Event]:
         """`_do`, where a session that fails half way is ended; while it catches up it is done later."""
         session = self._sessions.get(pending.request.session)
-        if session is not None and session.catch_up is not None and not isinstance(pending.request, _AT_ONCE):
+        if session is not None and session.catch_up is not None and not isinstance(pending.request, _AT_ONCE | Rewind):
             if not isinstance(pending.request, InputFrames):  # others follow, and are newer
                 session.later.append(pending)
             return []
@@ -518,15 +521,15 @@ class Engine:
         """Whether a session makes chunks again that nobody sees."""
         return name in self._sessions and self._sessions[name].catch_up is not None
 
-    def _source(self, command: Open) -> tuple[Session, KeptSnapshot]:
+    def _source(self, command: Open) -> tuple[Session, KeptPlace]:
         """The session that a new one branches off from, and from where. Raises RequestError."""
         source = self._find(messages.Close(command.source))
         assert source is not None, "`_find` raises"
         if source.fed or source.catch_up is not None:
             why = f"session {source.name!r} is fed with video, or is being rewound; ask again when that has ended"
-            raise RequestError("session", why, "fed")
+            raise RequestError("session", why, "busy")
         kept = self._resting.kept.find(source, command.chunk, self._pipeline.next_chunk(source.slot))
-        labels = {*source.log.loras, *read_saved_session(kept.data).loras}
+        labels = {*source.log.loras, *read_saved_session(kept.snapshot).loras}
         if gone := [split_label(each)[0] for each in labels if lora_id(each) not in self._pipeline.loras.loaded]:
             why = f"it had LoRAs that are not loaded any more: {', '.join(gone)}; load them first"
             raise RequestError("chunk", f"chunk is {command.chunk}; {why}", "lora")
@@ -550,12 +553,12 @@ class Engine:
         return [*events, self._sessions[session.name].begins_at(command.request)]
 
     def _resume(
-        self, command: Open, pending: PendingRequest, branch: tuple[Session, KeptSnapshot] | None = None,
+        self, command: Open, pending: PendingRequest, branch: tuple[Session, KeptPlace] | None = None,
         slot: int | None = None,
     ) -> list[Event]:  # fmt: skip
         """Open a session that continues from a snapshot, with what has been changed since; or that is a `branch` of
         another one from where it was kept, or instead of that, in its `slot`, which the pipeline has closed."""
-        data = command.snapshot if branch is None else branch[1].data
+        data = command.snapshot if branch is None else branch[1].snapshot
         assert data is not None, "one of both is given"
         try:
             snapshot = self._pipeline.resting.read_snapshot(data)
@@ -588,8 +591,7 @@ class Engine:
         if branch is not None:
             session.resume_loras({})
             session.renumber(command.epoch + session.epoch - oldest, command.made_frames, command.shown_frames)
-            encode, place = self._prompt_queue.encode_ahead, branch[1].place
-            session.catch_up_with(branch[0], place, command.chunk, again, encode)
+            session.catch_up_with(*branch, command.chunk, again, self._prompt_queue.encode_ahead)
             if command.steps is not None:
                 session.later.append(PendingRequest(messages.SetSteps(session.name, command.steps)))
             return events if again else events + session.open("", switches)

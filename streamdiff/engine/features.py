@@ -16,12 +16,14 @@ from streamdiff.core import ModelInfo
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Open
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models import headers
-from streamdiff.models.headers import LENGTH_BYTES, FileSpec, TensorHeader
+from streamdiff.models.headers import CAMERA_SHAPES, LENGTH_BYTES, FileSpec, TensorHeader
 
 Floats = NDArray[np.float32]
-NAMES = ("prompt_embeds", "image_latents", "video_latents")
+NAMES = ("prompt_embeds", "image_latents", "video_latents", *CAMERA_SHAPES)
 MAX_VIDEO_BYTES = 32 << 20
 """Of a file of `video_latents`. The others are as large as the model's sizes make them."""
+MAX_CAMERA_BYTES = 4 << 20
+"""Of a file of poses: half an hour of them in float64."""
 MAX_VALUE = 10_000
 """Of any number in a file: a hundred times what encoders make. Much larger ones leave a model with NaN alone."""
 _MAX_HEADER_BYTES = 1 << 20
@@ -34,11 +36,14 @@ class Features:
 
     `prompt_embeds` stand for the prompt until another comes; `image_latents` are those of the stream's first chunks,
     which it continues from; of `video_latents` each chunk starts from its own, with noise of level `strength` mixed in,
-    and chunks behind the last one from noise alone."""
+    and chunks behind the last one from noise alone. `poses` and `intrinsics`, files of NumPy's, say how the camera of a
+    world moves, as far as they go; then keys steer."""
 
     prompt_embeds: Data | None = field(default=None, repr=False)
     image_latents: Data | None = field(default=None, repr=False)
     video_latents: Data | None = field(default=None, repr=False)
+    poses: Data | None = field(default=None, repr=False)
+    intrinsics: Data | None = field(default=None, repr=False)
     strength: float = DEFAULT_STRENGTH
 
     @property
@@ -60,7 +65,7 @@ NOTHING = Features()
 
 def features_of(command: Open) -> Features:
     """Those that a session is to be opened with."""
-    return Features(command.prompt_embeds, command.image_latents, command.video_latents, command.strength)
+    return Features(**{name: getattr(command, name) for name in (*NAMES, "strength")})
 
 
 def check_together(features: Features, *, prompt: bool, image: bool) -> None:
@@ -74,6 +79,8 @@ def check_together(features: Features, *, prompt: bool, image: bool) -> None:
         raise RequestError(
             "video_latents", "the first chunk starts from video_latents or is a picture's, not both; give one of them"
         )
+    if features.intrinsics is not None and features.poses is None:
+        raise RequestError("intrinsics", "intrinsics are those of the camera that poses move; give both")
     if not 0 < features.strength <= 1:
         raise RequestError("strength", f"strength is {features.strength}; it must be above 0 and at most 1")
 
@@ -92,14 +99,25 @@ def contract(name: str, info: ModelInfo) -> FileSpec:
     )
 
 
+def max_bytes(name: str, info: ModelInfo) -> int:
+    """Of a file of these features; 0 where the model takes none, as `check_file` says then."""
+    if name in CAMERA_SHAPES:
+        return MAX_CAMERA_BYTES
+    return contract(name, info).max_bytes if info.text_shape else 0
+
+
 def check_file(name: str, file: BinaryIO, file_bytes: int, info: ModelInfo) -> None:
-    """Look at the header of a file of features `name`, and leave the file where it was: nothing else is read.
+    """Look at the header of a file of features `name`, and leave the file where it was: nothing else is read, but that
+    of poses is.
 
     Raises:
-        RequestError: it is no safetensors file, too large, or its tensors are not those that the model takes.
+        RequestError: it is no such file, too large, or its tensors are not those that the model takes.
     """
     begin = file.tell()
     try:
+        if name in CAMERA_SHAPES:
+            _camera_array(name, file.read(MAX_CAMERA_BYTES + 1), info)
+            return
         wanted = contract(name, info)
         _check_header_size(name, int.from_bytes(file.read(LENGTH_BYTES), "little"), file_bytes)
         file.seek(begin)
@@ -119,12 +137,26 @@ def decode(features: Features, info: ModelInfo) -> dict[str, NDArray[Any]]:
     """
     numbers: dict[str, NDArray[Any]] = {}
     for name in features.names:
+        if name in CAMERA_SHAPES:
+            numbers[name] = _camera_array(name, getattr(features, name), info)
+            continue
         given, header = _decoded(name, getattr(features, name), info)
         numbers[name] = given.reshape(-1, given.shape[-1]) if name == "prompt_embeds" else _in_chunks(given, info)
         if name == "video_latents" and (motion := headers.read_motion(header)) is not None:
             count, _, frames = numbers[name].shape[:3]
             numbers["motion"] = np.array(motion[: count * frames]).reshape(count, -1).max(1)
     return numbers
+
+
+def _camera_array(name: str, data: Data, info: ModelInfo) -> NDArray[np.floating]:
+    if not info.has_camera:
+        raise RequestError(name, f"model {info.model} has no camera that poses could move")
+    if len(data) > MAX_CAMERA_BYTES:
+        raise RequestError(name, f"{name}: expected at most {MAX_CAMERA_BYTES:,} bytes")
+    try:
+        return headers.read_camera_array(name, data, name)
+    except ConfigError as error:
+        raise RequestError(name, str(error)) from None
 
 
 def _check_header_size(name: str, length: int, file_bytes: int) -> None:

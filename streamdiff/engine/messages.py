@@ -56,7 +56,7 @@ class Open(StreamCommand):
 
     `loras`: scales of LoRAs by name, see `SetLora`; None: none, or those of the snapshot.
 
-    `prompt_embeds`, `image_latents`, `video_latents` and `strength`: see `features.Features`. A session that has the
+    `prompt_embeds` to `strength`: see `features.Features`. A session that has the
     first of them has no prompt, and one that continues from a snapshot has what was saved with it.
 
     `source`, another session, open here: the stream is a branch of its own, from before chunk `chunk` on, see `Rewind`.
@@ -82,6 +82,8 @@ class Open(StreamCommand):
     prompt_embeds: Data | None = field(default=None, repr=False)
     image_latents: Data | None = field(default=None, repr=False)
     video_latents: Data | None = field(default=None, repr=False)
+    poses: Data | None = field(default=None, repr=False)
+    intrinsics: Data | None = field(default=None, repr=False)
     strength: float = DEFAULT_STRENGTH
     loras: dict[str, float] | None = None
     source: str = ""

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from streamdiff.engine.features import NAMES, decode, features_of
+from streamdiff.engine.features import decode, features_of
 from streamdiff.engine.messages import Open, Pictures, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.validation import SESSION_ERRORS, reason_of
 from streamdiff.errors import RequestError
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 class Encoded(NamedTuple):
     """What a request's parts have become, as the pipeline takes them: the text's embeddings, or a
-    picture's features in their place, the encoded picture, and what chunks are to start from (None: it has no such
-    part), and LoRAs that were read."""
+    picture's features in their place, the encoded picture, what chunks are to start from, and a camera's way (None: it
+    has no such part), and LoRAs that were read."""
 
     conditioning: Any = None
     start: Any = None
     video: Any = None
     image_features: Any = None
+    controls: Any = None
     loras: tuple[LoadedLora, ...] = ()
 
 
@@ -189,8 +190,11 @@ class PromptQueue:
         request, made = pending.request, NOTHING
         if isinstance(request, Open) and (given := features_of(request)).names:
             numbers = decode(given, self._pipeline.info)  # or a RequestError that names features which do not fit
-            embeddings, latents, video, motion = map(numbers.get, (*NAMES, "motion"))
+            embeddings, latents, video, motion = map(
+                numbers.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
+            )
             made = Encoded(*self._pipeline.features_of(embeddings, latents, video, given.strength, motion))
+            made = made._replace(controls=self._pipeline.cameras_of(numbers)) if given.poses is not None else made
         if isinstance(request, Open | Reset) and request.image is not None:
             start, features = self._encode_picture(request.image[0])
             made = made._replace(start=start, image_features=features)

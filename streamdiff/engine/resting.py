@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamdiff.engine.change_log import LogPlace
-from streamdiff.engine.messages import Data, Event, Kept, Save, Saved, SetActive, Swapped
+from streamdiff.engine.change_log import KeptPlace
+from streamdiff.engine.messages import Event, Kept, Save, Saved, SetActive, Swapped
 from streamdiff.engine.session import Session
 from streamdiff.engine.validation import refused
 from streamdiff.errors import ConfigError, RequestError
@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 KEEP_S = 2.0
-"""Seconds of a stream from one snapshot that is kept of it to the next."""
-
-
-@dataclass(frozen=True)
-class KeptSnapshot:
-    """What a stream can be rewound to: a place in its log, and a snapshot's file of then."""
-
-    stream: object
-    place: LogPlace
-    data: Data = field(repr=False)
+"""Seconds of a stream from one snapshot that is kept of it to the next, at least."""
 
 
 class KeptSnapshots:
@@ -39,55 +30,58 @@ class KeptSnapshots:
     `chunks` chunks."""
 
     def __init__(self, limit: int, chunks: int) -> None:
-        self._limit, self._chunks = limit, chunks
-        self._kept: list[KeptSnapshot] = []
-        self._too_large: object = None  # the latest stream of which one alone is above the limit
+        self.limit, self._chunks = limit, chunks
+        self._kept: list[KeptPlace] = []
         self._told: dict[str, tuple[int, int] | None] = {}
 
-    def is_due(self, session: Session, chunk: int) -> bool:
-        """Whether one is to be taken of a session whose next chunk this is."""
+    def is_due(self, session: Session, chunk: int, rests: bool) -> bool:
+        """Whether one is to be taken of a session whose next chunk this is: later of one that does not rest by itself,
+        as its next chunk has to wait for that."""
         _, latest = self._chunks_of(session) or (0, 0)
-        return self._limit > 0 and chunk >= latest + self._chunks and session.stream is not self._too_large
+        return chunk >= latest + self._chunks * (1 if rests else 2)
 
-    def add(self, kept: KeptSnapshot) -> None:
+    def add(self, kept: KeptPlace) -> None:
         """Keep one more. Mutates: self."""
-        if len(kept.data) > self._limit:
-            self._too_large = kept.stream
-            return
         self._kept.append(kept)
-        while sum(len(each.data) for each in self._kept) > self._limit:
+        while sum(len(each.snapshot) for each in self._kept) > self.limit:
             del self._kept[0]
+        if not self._kept:
+            self.limit = 0  # one alone is too large, and those to come are no smaller
 
-    def find(self, session: Session, chunk: int, next_chunk: int) -> KeptSnapshot:
+    def find(self, session: Session, chunk: int, next_chunk: int) -> KeptPlace:
         """The one from which a session, whose next chunk is `next_chunk`, gets to `chunk` soonest. Raises
         RequestError: there is none."""
-        most = next_chunk if session.log.cut_at is None else min(next_chunk, session.log.cut_at)
-        before = [each for each in self._of(session) if each.place.chunk <= chunk <= most]
+        most = next_chunk if session.log.end is None else min(next_chunk, session.log.end[0])
+        before = [each for each in self._of(session) if each.chunk <= chunk <= most]
         if before:
             return before[-1]
         kept = self._chunks_of(session)
-        can = "nothing of it is kept (serve.rewind_mb)" if kept is None else f"it can be {kept[0]} to {most}"
+        can = (
+            "nothing of it is kept, rewind_mb is the memory for that"
+            if kept is None
+            else f"it can be {kept[0]} to {most}"
+        )
         raise RequestError("chunk", f"chunk is {chunk}; {can}", "chunk")
 
     def rewound(self, session: Session, chunk: int) -> None:
         """Its chunks from this one on are made anew. Mutates: self."""
-        self._kept = [each for each in self._kept if each.stream is not session.stream or each.place.chunk <= chunk]
+        self._kept = [each for each in self._kept if each.stream is not session.stream or each.chunk <= chunk]
 
     def news(self, sessions: Collection[Session]) -> list[Event]:
         """What has become of what was kept of the open sessions since the last call. Mutates: self."""
-        if not self._limit:
+        if not (self.limit or self._told):
             return []
         streams = {id(each.stream) for each in sessions}
         self._kept = [each for each in self._kept if id(each.stream) in streams]
         told, self._told = self._told, {each.name: self._chunks_of(each) for each in sessions}
         return [Kept(name, chunks) for name, chunks in self._told.items() if chunks != told.get(name)]
 
-    def _of(self, session: Session) -> list[KeptSnapshot]:
+    def _of(self, session: Session) -> list[KeptPlace]:
         return [each for each in self._kept if each.stream is session.stream]
 
     def _chunks_of(self, session: Session) -> tuple[int, int] | None:
         kept = self._of(session)
-        return (kept[0].place.chunk, kept[-1].place.chunk) if kept else None
+        return (kept[0].chunk, kept[-1].chunk) if kept else None
 
 
 class SaveAndSwapQueue:
@@ -101,7 +95,7 @@ class SaveAndSwapQueue:
         self.saves: deque[tuple[Save | None, Session]] = deque()
         """Those to save, without a command: to be kept; the first is under way."""
         self._ticket: int | None = None  # of the first one, when it is copied
-        self._place: tuple[object, LogPlace] | None = None  # where that one is, of which stream
+        self._place: KeptPlace | None = None  # where that one is
         self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
         self._called: dict[int, None] = {}  # those that are to come back, longest first
         self._locations: dict[int, str] = {}  # as they were told last; of those that are not on the device
@@ -132,8 +126,11 @@ class SaveAndSwapQueue:
 
     def keep(self, session: Session, next_chunk: int) -> None:
         """A chunk of a session was made: have a snapshot of it kept, if it is time. Mutates: self."""
+        if not self.kept.limit:
+            return
+        is_due = self.kept.is_due(session, next_chunk, self._ring.at_rest(session.slot)) and session.settled
         is_saved = any(whose is session for _, whose in self.saves)
-        if self.kept.is_due(session, next_chunk) and session.settled and not is_saved:
+        if is_due and not is_saved and self._ring.nbytes(session.slot) < self.kept.limit:
             self.saves.append((None, session))
 
     # ---- swapping -----------------------------------------------------------------------------------------------
@@ -209,7 +206,7 @@ class SaveAndSwapQueue:
             elif session.changes and is_away:
                 self._called[session.slot] = None  # its stages have none of them
             elif self._ring.comes_to_rest(session.slot):
-                self._place = session.stream, session.place()
+                self._place = session.place()
                 try:
                     self._ticket = self._ring.save(session.slot, _file_of(session))
                 except ConfigError as error:
@@ -222,7 +219,7 @@ class SaveAndSwapQueue:
         command, _ = self.saves.popleft()
         if command is None:
             if not isinstance(made, ConfigError) and self._place is not None:
-                self.kept.add(KeptSnapshot(*self._place, made))
+                self.kept.add(replace(self._place, snapshot=made))
             return []
         if isinstance(made, ConfigError):
             return [refused(command, RequestError("session", str(made)))]

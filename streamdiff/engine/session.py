@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import PROMPT_POLICIES, exact_scale, lora_id, split_label
-from streamdiff.engine.change_log import ChangeLog, LogPlace
+from streamdiff.engine.change_log import ChangeLog, KeptPlace
 from streamdiff.engine.messages import Accepted, Applied, ControlsApplied, Event, FrameBatch, Opened, Pictures
 from streamdiff.engine.timeline import TimedChange, Timeline
 from streamdiff.errors import RequestError
@@ -213,7 +213,7 @@ class Session:
         self._begin_log(f"it continues from a snapshot that was taken at chunk {chunk + 1}")
 
     def catch_up_with(
-        self, source: Session, place: LogPlace, chunk: int, again: bool, encode: Callable[[str], Future[Any]]
+        self, source: Session, place: KeptPlace, chunk: int, again: bool, encode: Callable[[str], Future[Any]]
     ) -> None:
         """Go on as `source` did from a place of its log, unseen before `chunk`. `again`: instead of `source`, whose
         stream it goes on with, and what is held there holds. Mutates: self."""
@@ -242,15 +242,15 @@ class Session:
         if values := {name: self._held.get(name, 0.0) for name in self.log.held | self._held}:
             self.set_controls(values, "", pressed=False)
 
-    def place(self) -> LogPlace:
+    def place(self) -> KeptPlace:
         """Where it is, at rest."""
-        return self.log.place(self._pipeline.next_chunk(self.slot))
+        return self.log.place(self._pipeline.next_chunk(self.slot), self.stream)
 
     @property
     def settled(self) -> bool:
         """Whether a snapshot, and its log from there on, have all that it takes to go on from it."""
         waits = self.changes or self._moving or self.fed or self.catch_up is not None
-        return not waits and self.log.cut_at is None
+        return not waits and self.log.end is None
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,

@@ -15,6 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from streamdiff.errors import ConfigError
@@ -266,6 +268,51 @@ def image_latents_contract(chunk_shape: tuple[int, ...], *, chunks: int) -> File
     most = chunks * prod(chunk_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES
     shapes = (chunks, *chunk_shape), (channels, chunks * frames, *size)
     return FileSpec("a picture's latents", {"latents": shapes}, max_bytes=most)
+
+
+CAMERA_SHAPES: dict[str, tuple[int, ...]] = {"poses": (4, 4), "intrinsics": (4,)}
+"""Of a row for each frame of the video, in files of NumPy's."""
+_NO_ROTATION = 1e-3
+"""Deviation from an orthogonal matrix from which on a pose is refused."""
+
+
+def read_camera_array(name: str, data: bytes | memoryview, place: str) -> NDArray[np.floating]:
+    """The numbers `[n, *CAMERA_SHAPES[name]]` of a file of NumPy's (.npy); nothing is allocated before its header has
+    been compared with its length.
+
+    Raises:
+        ConfigError: another file, shape or kind; or as `check_camera`.
+    """
+    wanted, file = CAMERA_SHAPES[name], BytesIO(data)
+    expected = f"{place}: expected NumPy's file (.npy) of floating-point numbers of shape {['n', *wanted]}"
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, kind = read(file)
+    except (ValueError, EOFError, SyntaxError, TypeError) as error:
+        raise ConfigError(f"{expected}, which cannot be read: {str(error)[:80]}") from None
+    if shape[1:] != wanted or not shape[0] or kind.kind != "f":
+        raise ConfigError(f"{expected}, got {kind} {list(shape)}")
+    if len(data) - file.tell() != prod(shape) * kind.itemsize:
+        raise ConfigError(f"{expected}, got {len(data):,} bytes for {kind} {list(shape)}")
+    file.seek(0)
+    array: NDArray[np.floating] = np.load(file, allow_pickle=False)
+    check_camera(name, array, place)
+    return array
+
+
+def check_camera(name: str, array: NDArray[np.floating], place: str) -> None:
+    """Raises ConfigError unless `intrinsics` have focal lengths above 0, and `poses` rotations; all of it finite."""
+    if not np.isfinite(array).all():
+        raise ConfigError(f"{place}: {name}: expected finite values")
+    if name == "intrinsics" and not (array[:, :2] > 0).all():
+        raise ConfigError(f"{place}: intrinsics: expected focal lengths above 0, got {array[:, :2].min():g}")
+    if name == "poses":
+        turns = np.asarray(array[:, :3, :3], np.float64)
+        off = np.abs(turns @ turns.swapaxes(1, 2) - np.eye(3)).max((1, 2)) + (np.linalg.det(turns) < 0)
+        if off.max() > _NO_ROTATION:
+            found = [list(row) for row in turns[off.argmax()].astype(object)]
+            raise ConfigError(f"{place}: poses: expected rotations, got {found}")
 
 
 VIDEO_FILE = FileSpec("frames", {"video": ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)}, max_bytes=MAX_VIDEO_BYTES)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.config import EMBEDDED, ModelConfig
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, sampling
@@ -114,6 +115,7 @@ class ModelLoader:
             if self.model.entry is None and type(window := said.get("local_attn_size")) is int and window > 0:
                 sink = said.get("sink_size")  # in worlds' own configurations
                 spec = replace(spec, window_latents=window, sink_latents=sink if type(sink) is int else 0)
+            spec = replace(spec, kv_contexts=KV_CONTEXTS) if self.config.untested else spec
             size = self.config.size
             return spec if size is None else model_spec.with_size(spec, *model_spec.parse_size(size))
         if self.config.size is not None:

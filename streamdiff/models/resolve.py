@@ -22,12 +22,13 @@ import yaml
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub, weight_files
-from streamdiff.models.catalogue import CatalogueEntry, Files, PublishedLora, small_autoencoder
+from streamdiff.models.catalogue import Architecture, CatalogueEntry, Files, PublishedLora, small_autoencoder
 from streamdiff.models.headers import parse_header
 from streamdiff.models.spec import Lora, parse_lora
 from streamdiff.models.transformer.tensor_names import bare, block_count
 
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
+_ACTING = re.compile(r"blocks\.(\d+)\.action_model\.keyboard_embed\.0\.weight")
 NO_LORA = "none"
 """Among the LoRAs: the one that belongs to the model is left out."""
 _FILES = (*weight_files.ENDINGS, ".json")
@@ -276,11 +277,12 @@ def _find_known(config: ModelConfig) -> Path | Files | CatalogueEntry:
 
 
 def entry_of(weights: Path) -> CatalogueEntry:
-    """The model whose published file is called as `weights`, or as the file in the folder `weights`.
+    """The model whose published file is called as `weights`, or as the file in the folder `weights`; else the only one
+    with such tensors.
 
     Raises:
-        ConfigError: its name is that of none or of several models, which are named; or which file of a folder is meant
-            cannot be told.
+        ConfigError: its name and tensors are those of none or of several models, which are named; or which file of a
+            folder is meant cannot be told.
     """
     if _embedded_index(weights) is not None:
         return catalogue.find(EMBEDDED)
@@ -293,8 +295,10 @@ def entry_of(weights: Path) -> CatalogueEntry:
     if len(found) == 1:
         return found[0]
     weight_files.check_file(file)  # what it cannot be is said before what it could be
-    if file.suffix == weight_files.SAFETENSORS:
-        found = _of_its_size(file, found)
+    if file.name.endswith((weight_files.SAFETENSORS, weight_files.INDEX)):
+        found = _of_its_tensors(file, found)
+        if len(found) == 1:
+            return found[0]
     names = ", ".join(entry.name for entry in found)
     if file.name.split(".")[0] in weight_files.USUAL_STEMS or _BASE.fullmatch(file.name):
         raise ConfigError(
@@ -308,17 +312,28 @@ def entry_of(weights: Path) -> CatalogueEntry:
     )
 
 
-def _of_its_size(file: Path, entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
-    """Those of `entries` that have as many blocks as a safetensors file says; all, where none has.
+def _of_its_tensors(file: Path, entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
+    """Those of `entries` whose number of blocks, camera and action modules are those of a safetensors file, or of an
+    index of several; all, where none's are.
 
     Raises:
         ConfigError: it holds no transformer.
     """
-    names = [bare(name) for name in parse_header(file).entries]
-    if (what := weight_files.what_it_holds(names)) and "--weights" not in what:
+    if file.name.endswith(weight_files.INDEX):
+        names = weight_files.read_object(file).get("weight_map")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(map(bare, names if isinstance(names, dict) else ()), ())
+    else:
+        shapes = {bare(name): each.shape for name, each in parse_header(file).entries.items()}
+    if (what := weight_files.what_it_holds(shapes)) and "--weights" not in what:
         raise ConfigError(f"{file}: holds {what}")
-    sizes, count = catalogue.parts().architectures, block_count(names)
-    return [each for each in entries if sizes[each.architecture].blocks == count] or list(entries)
+    count, camera = block_count(shapes), any(name.startswith("patch_embedding_wancamctrl.") for name in shapes)
+    acting = {int(match[1]): shape[1:] for name, shape in shapes.items() if (match := _ACTING.fullmatch(name))}
+
+    def fits(own: Architecture) -> bool:
+        steered = {} if own.actions is None else dict.fromkeys(own.actions.blocks, (own.actions.keyboard,))
+        return (own.blocks, own.camera_channels is not None, steered) == (count, camera, acting)
+
+    return [each for each in entries if fits(catalogue.parts().architectures[each.architecture])] or list(entries)
 
 
 def _likeness(entry: CatalogueEntry, file: Path) -> int:

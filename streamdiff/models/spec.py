@@ -257,7 +257,7 @@ def context_fault(spec: ModelSpec, kv_context: str) -> str | None:
         return None
     return (
         f"kv_context is {kv_context}; {spec.name} streams in {' or '.join(spec.kv_contexts)} alone: nobody measured "
-        "how it keeps its quality in others"
+        "how it keeps its quality in others (--untested allows them)"
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,7 +30,6 @@ from streamdiff.models.sampling import TIMESTEPS
 
 SUFFIX = ".safetensors"
 Shapes = dict[str, tuple[Shape, ...]]
-_NO_ROTATION = 1e-3  # how far a matrix times its transpose may be from one
 
 
 def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
@@ -156,35 +156,23 @@ def read_track(path: Path) -> dict[str, Tensor]:
         ConfigError: see `read`; poses that are no rotations, or a focal length of 0 or less.
     """
     if path.suffix == ".npy" and path.exists():
-        found = {"poses": _read_array(path, (4, 4))}
-        if (beside := path.with_name("intrinsics.npy")).exists():
-            found["intrinsics"] = _read_array(beside, (4,))
-    else:
-        count, posed = FreeDim("frames"), not path.exists() or "keyboard" not in headers.parse_header(path).entries
-        shapes: Shapes = {"poses": ((count, 4, 4),)} if posed else {"keyboard": ((count, 8),)}
-        usual = () if posed else ("intrinsics",)
-        found = read(path, FileSpec("a camera's track", {**shapes, "intrinsics": ((count, 4),)}, usual))
+        files = {"poses": path, "intrinsics": path.with_name("intrinsics.npy")}
+        there = {name: file for name, file in files.items() if name == "poses" or file.exists()}
+        return {name: torch.from_numpy(_read_array(name, file)) for name, file in there.items()}
+    count, posed = FreeDim("frames"), not path.exists() or "keyboard" not in headers.parse_header(path).entries
+    shapes: Shapes = {"poses": ((count, 4, 4),)} if posed else {"keyboard": ((count, 8),)}
+    usual = () if posed else ("intrinsics",)
+    found = read(path, FileSpec("a camera's track", {**shapes, "intrinsics": ((count, 4),)}, usual))
     for name, tensor in found.items():
-        if name == "intrinsics" and not bool((tensor[:, :2] > 0).all()):
-            raise ConfigError(f"{path}: intrinsics: expected focal lengths above 0, got {tensor[:, :2].min():g}")
-        if name == "poses":
-            turns = tensor[:, :3, :3]
-            off = (turns @ turns.mT - torch.eye(3)).abs().amax((1, 2)) + (torch.linalg.det(turns) < 0)
-            if float(off.max()) > _NO_ROTATION:
-                raise ConfigError(f"{path}: poses: expected rotations, got {turns[off.argmax()].tolist()}")
+        headers.check_camera(name, tensor.numpy(), str(path))
     return found
 
 
-def _read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """The numbers `[n, *shape]` in a file of NumPy's; ConfigError for others."""
+def _read_array(name: str, path: Path) -> NDArray[np.floating]:
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    wanted, got = ["n", *shape], list(getattr(array, "shape", ()))
-    if got[1:] != list(shape) or not got[0] or array.dtype.kind != "f" or not np.isfinite(array).all():
-        raise ConfigError(f"{path}: expected finite numbers of shape {wanted}, got {array.dtype} {got}")
-    return torch.from_numpy(array)
+        return headers.read_camera_array(name, path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def not_finite(tensor: Tensor) -> str:

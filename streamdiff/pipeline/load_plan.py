@@ -216,8 +216,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     models = ModelLoader(config, device)
     spec = models.live_spec()
     models.check_files(*PARTS)
-    fault = None if spec.actions is None else "action modules have caches that graphs do not know yet"
-    settled = resolve.settle(config, device.type, spec.steps, lambda: fault or compile_fault(device))
+    settled = resolve.settle(config, device.type, spec.steps, lambda: compile_fault(device))
     merged = (resolve.Choice("lora", f"{each.path}:{each.scale:g}", "merged") for each in models.model.loras)
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)

@@ -449,7 +449,8 @@ class Ring:
         video = old.video if start is None else None
         state = self.sampler.prepare(seed, schedule, old.kv_context, start, video, given)
         state.held = old.held  # keys stay down
-        state.condition = old.condition if state.condition is None else state.condition
+        for name in ("condition", "given_controls"):
+            setattr(state, name, getattr(old if getattr(state, name) is None else state, name))
         self.scheduler.reset(session, epoch)
         self._forget_retries(session)
         self._change_steps()

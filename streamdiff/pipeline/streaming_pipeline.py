@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from streamdiff import clock
 from streamdiff.core import Chunk, Frames, ModelInfo, StreamProgress, min_ahead_frames
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.camera import FRAMES, track_cameras
 from streamdiff.models.clip_vision import ClipVision
+from streamdiff.models.headers import CAMERA_SHAPES
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule, blended
 from streamdiff.models.spec import choose_steps
@@ -78,6 +80,7 @@ class StreamingPipeline(Ring):
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
             spec.text_shape, spec.chunk_shape, spec.first_chunks, spec.controls, spec.condition_channels > 0,
+            spec.has_camera,
         )  # fmt: skip
         self.budget, self._workers, self._watchdog_s, self._pictures = budget, workers, watchdog_s, pictures
         self.streams: dict[int, StreamProgress] = {}  # by session
@@ -184,10 +187,24 @@ class StreamingPipeline(Ring):
 
     def _with_picture(self, more: dict[str, Any]) -> dict[str, Any]:
         """Arguments of `open` and `reset`: an encoded picture is the condition of a model that has one, and elsewhere
-        what the stream continues from."""
-        if not self.model.spec.condition_channels or more.get("start") is None:
+        what the stream continues from; `controls` are given."""
+        controls, condition = more.pop("controls", None), None
+        if self.model.spec.condition_channels:
+            condition, more = more.get("start"), {**more, "start": None}
+        if controls is None and condition is None:
             return more
-        return {**more, "start": None, "given": StreamInputs(condition=more["start"])}
+        return {**more, "given": StreamInputs(condition=condition, controls=controls)}
+
+    def cameras_of(self, track: Mapping[str, NDArray[Any]]) -> Tensor:
+        """What `open` takes as `controls` of a camera's `poses` and, if there are some, `intrinsics`, see
+        `camera.track_cameras`. From any thread. Raises RequestError for less than a chunk of them."""
+        spec = self.model.spec
+        own = {name: torch.from_numpy(np.array(track[name])) for name in CAMERA_SHAPES if name in track}
+        found = track_cameras(own, spec.chunk_latents, spec.width, spec.height)
+        if not len(found):
+            least = FRAMES * (spec.chunk_latents - 1) + 1
+            raise RequestError("poses", f"poses is of {len(own['poses'])} frames, and a chunk takes {least} of them")
+        return found
 
     def next_chunk(self, session: int) -> int:
         """The chunk that is admitted next."""

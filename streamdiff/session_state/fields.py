@@ -15,9 +15,9 @@ STATE: dict[str, str] = {"session_state": "state"}
 BY_LAYER: dict[str, str | int] = {"session_state": "state", "layers": 1}
 """Metadata of STATE that each stage has for its own layers: a tensor with them on axis 1, a dict of lists with an
 entry per layer, or a state with such fields. On another number of stages it is cut elsewhere."""
-BY_HEAD: dict[str, str | int] = {**BY_LAYER, "heads": 4}
-"""Metadata of BY_LAYER whose axis 4 are heads, or a state with such fields: where ranks share a stage, each has its own
-of them."""
+BY_SHARE: dict[str, str | int] = {**BY_LAYER, "shares": 4}
+"""Metadata of BY_LAYER whose axis 4 are heads, or tokens of a latent frame, or a state with such fields: where ranks
+share a stage, each has as many of them, in their order."""
 KEPT: dict[str, str] = {"session_state": "kept"}
 """Metadata of what the session was opened with, or told since, and keeps when its stream restarts."""
 DERIVED: dict[str, str] = {"session_state": "derived"}
@@ -31,7 +31,7 @@ _ClassT = TypeVar("_ClassT", bound=type[Any])
 
 
 def axis_of(kind: type[Any], name: str, what: str) -> int | None:
-    """The axis of `layers` or `heads` of a declared class's field; None: it has none, see BY_HEAD."""
+    """The axis of `layers` or `shares` of a declared class's field; None: it has none, see BY_SHARE."""
     axis: int | None = next(each for each in fields(kind) if each.name == name).metadata.get(what)
     return axis
 

@@ -142,8 +142,8 @@ def tensor_names(tree: Any) -> set[str]:
 
 @torch.inference_mode()
 def joined(parts: Sequence[_T], what: str) -> _T:
-    """The state of all `layers`, of those that stages have of theirs, first to last; or of all `heads`, of those that
-    the ranks of a stage have of theirs. Shares the rest with the first. Mutates: nothing."""
+    """The state of all `layers`, of those that stages have of theirs, first to last; or of all `shares`,
+    which the ranks of a stage have. Shares the rest with the first. Mutates: nothing."""
 
     def join(each: Sequence[Any], axis: int) -> Any:
         if isinstance(each[0], Tensor):
@@ -158,18 +158,20 @@ def joined(parts: Sequence[_T], what: str) -> _T:
 
 
 @torch.inference_mode()
-def cut(state: _T, what: str, first: int, last: int) -> _T:
-    """The state of `layers` or `heads` `first` to `last` (exclusive): views of that of all."""
+def cut(state: _T, what: str, first: int, last: int, count: int = 0) -> _T:
+    """The state of `layers` `first` to `last` (exclusive), or of these of `count` equal `shares`: views of that of
+    all."""
 
     def part(each: Any, axis: int) -> Any:
         if each is None:
             return None
         if isinstance(each, Tensor):  # the last layers may have none of it
-            begin, end = (min(place, each.shape[axis]) for place in (first, last))
+            size = each.shape[axis]
+            begin, end = (place * size // count if count else min(place, size) for place in (first, last))
             return each.narrow(axis, begin, end - begin)
         if isinstance(each, dict):
             return {key: layers[first:last] for key, layers in each.items()}
-        return cut(each, what, first, last)
+        return cut(each, what, first, last, count)
 
     return _changed_along(state, what, lambda name, axis: part(getattr(state, name), axis))
 
@@ -315,7 +317,7 @@ def shown(node: Any) -> str:
 
 
 def _changed_along(state: _T, what: str, value: Callable[[str, int], Any]) -> _T:
-    """A copy with `value`, by name and axis, of those fields that are by `layers` or `heads`; it shares the others."""
+    """A copy with `value`, by name and axis, of those fields that are by `layers` or `shares`; it shares the others."""
     axes = {name: axis_of(type(state), name, what) for name in saved_fields(type(state))}
     return _set(shallow.copy(state), {name: value(name, axis) for name, axis in axes.items() if axis is not None})
 

@@ -180,6 +180,7 @@ def test_files_and_their_model_belong_together(
     ):
         assert main.main(wrong.command()) == 2
         assert told in capsys.readouterr().err
-    for extra in (["--kv-context", "staircase"], ["--sink", "3"], ["--parallel", "1x2", "--processes"]):
+    for extra in (["--kv-context", "staircase"], ["--sink", "3"]):
         assert main.main(made(world).command("--window", "6", *extra)) == 2
         assert extra[0][2:].replace("-", "_") in capsys.readouterr().err
+    assert main.main(made(world).command("--window", "6", "--kv-context", "staircase", "--untested")) == 0

@@ -69,20 +69,22 @@ class FaultyStage(ModelRunner):
         return super().carry_out(message)
 
 
+_decode_chunk = decoder_memories.decode_chunk
+
+
 def decode_chunk(*arguments: Any) -> Iterator[Tensor]:
     """The host waits for what the decoder makes."""
     if Device.stuck:
         threading.Event().wait()
-    return decoder_memories.decode_chunk(*arguments)
+    return _decode_chunk(*arguments)
 
 
 if __name__ == "__main__":
     if os.environ.get("RANK", "0") == os.environ["FAULT_RANK"]:
         from streamdiff.pipeline import topology
-        from streamdiff.pipeline.decode import decode_worker
 
         topology.ModelRunner = FaultyStage  # type: ignore[misc]
         topology.TcpSender = DeviceSender  # type: ignore[misc]
-        decode_worker.decode_chunk = decode_chunk
+        decoder_memories.decode_chunk = decode_chunk
         device_timer.HostEvent = DeviceEvent  # type: ignore[misc]
     engine.main_and_end()

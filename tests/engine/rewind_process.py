@@ -16,7 +16,7 @@ import streamdiff
 from streamdiff.engine import resting
 from tests.small import BLUE, RED
 
-TWO_CHUNKS_S = 0.6
+CHUNK_S = 0.3
 
 
 def played(**model: Any) -> dict[str, np.ndarray]:
@@ -37,7 +37,7 @@ def played(**model: Any) -> dict[str, np.ndarray]:
 def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    resting.KEEP_S = TWO_CHUNKS_S
+    resting.KEEP_S = CHUNK_S
     if rank:
         streamdiff.run_worker(stages=ranks)
     else:

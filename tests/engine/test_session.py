@@ -73,7 +73,7 @@ def test_frames_are_numbered_over_chunks_pieces_and_resets() -> None:
     batches += make(s, epoch=0, chunk=1)
     calls(s)
     assert s.reset(None, "r") == [Accepted("s", "r", 1, "red")]
-    assert calls(s) == [("reset", "red", 3, 1, None), ("set_paused", False), ("set_frame_credit", 100)]
+    assert calls(s) == [("reset", "red", 3, 1, None, {}), ("set_paused", False), ("set_frame_credit", 100)]
     assert make(s, epoch=0, chunk=2) == [], "frames of before the reset"
     batches += make(s, epoch=1, chunk=0)
     numbers = [(b.epoch, b.chunk, b.first, b.chunk_s) for b in batches if isinstance(b, FrameBatch)]
@@ -86,10 +86,10 @@ def test_a_reset_takes_the_latest_prompt_and_keeps_its_seed_and_pause() -> None:
     s.set_prompt("blue", "", "")
     calls(s)
     s.reset(9, "")
-    assert calls(s)[:2] == [("reset", "blue", 9, 2, None), ("set_paused", True)]
+    assert calls(s)[:2] == [("reset", "blue", 9, 2, None, {}), ("set_paused", True)]
     assert pending(s) == [], "it went with the reset"
     s.reset(None, "")
-    assert calls(s)[0] == ("reset", "blue", 9, 3, None)
+    assert calls(s)[0] == ("reset", "blue", 9, 3, None, {})
 
 
 def test_room_is_what_the_lead_leaves() -> None:
@@ -214,7 +214,7 @@ def test_a_reset_takes_the_steps_that_wait_with_it() -> None:
     s.set_steps(2, 0, "r1")
     calls(s)
     s.reset(None, "r2")
-    assert calls(s)[:2] == [("set_steps", 2, 1), ("reset", "red", 3, 2, None)]
+    assert calls(s)[:2] == [("set_steps", 2, 1), ("reset", "red", 3, 2, None, {})]
     assert pending(s) == []
 
 
@@ -231,10 +231,10 @@ def test_prompt_steps_and_input_reach_the_pipeline_in_the_order_of_their_epochs(
     s.set_prompt("blue", "", "b")
     s.set_steps(2, 0, "c")
     s.set_input(0.7, "d")
-    assert pending(s) == [("set_conditioning", "blue", 2, "keep"), ("set_steps", 2, 3), ("set_input", 0.7, 4)]
+    assert pending(s) == [("set_conditioning", "blue", 2, "keep", {}), ("set_steps", 2, 3), ("set_input", 0.7, 4)]
     s.set_input(None, "e")
     s.set_prompt("red", "", "f")
-    assert pending(s) == [("set_input", None, 5), ("set_conditioning", "red", 6, "keep")]
+    assert pending(s) == [("set_input", None, 5), ("set_conditioning", "red", 6, "keep", {})]
     assert pending(s) == []
     s.set_input(0.2, "g")
     s.reset(None, "h")

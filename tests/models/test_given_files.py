@@ -22,7 +22,7 @@ from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.config_file import load as load_config
 from streamdiff.errors import ConfigError
-from streamdiff.models import checkpoint, resolve, weight_files
+from streamdiff.models import catalogue, checkpoint, resolve, weight_files
 from streamdiff.models.autoencoder.autoencoder import load_autoencoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.checkpoint import open_checkpoint, read_tensors
@@ -430,6 +430,37 @@ def test_a_file_that_could_be_several_is_asked_about(tmp_path: Path, file: str) 
     (folder := tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError):
         resolve.entry_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("acting", "keyboard", "blocks", "names"),
+    [
+        (15, 4, 30, ["matrix-game-2"]),
+        (15, 2, 30, ["matrix-game-2-gta"]),
+        (15, 7, 30, ["matrix-game-2-templerun"]),
+        (30, 4, 30, []),  # the undistilled one, which cannot stream
+        (0, None, 30, ["lingbot-world-v2-1.3b"]),
+        (0, None, 40, ["lingbot-world-fast", "lingbot-world-v2-14b"]),
+    ],
+)
+def test_a_world_is_known_by_its_tensors(
+    tmp_path: Path, acting: int, keyboard: int | None, blocks: int, names: list[str]
+) -> None:
+    """Shards have an index, which says no shapes."""
+    found = {f"model.blocks.{n}.self_attn.q.weight": torch.ones(2, 2) for n in range(blocks)}
+    keys = (f"model.blocks.{n}.action_model.keyboard_embed.0.weight" for n in range(acting))
+    found |= {name: torch.ones(3, keyboard or 1) for name in keys}
+    found |= {} if keyboard else {"patch_embedding_wancamctrl.weight": torch.ones(2, 2)}
+    index = tmp_path / "mine.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(found, "a.safetensors")}))
+    for path in [save(tmp_path / "mine.safetensors", found), *([] if keyboard else [index])]:
+        if len(names) == 1:
+            assert resolve.entry_of(path).name == names[0]
+            continue
+        with pytest.raises(ConfigError) as caught:
+            resolve.entry_of(path)
+        listed = [each.name for each in catalogue.listed() if each.name in str(caught.value)]
+        assert listed == names or (not names and len(listed) > 5)
 
 
 def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:

@@ -8,15 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from streamdiff.core import KV_CONTEXTS
+from streamdiff.core import KV_CONTEXTS, MicroStep
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
+from streamdiff.errors import RequestError
+from streamdiff.models.camera import poses_of_keys
 from streamdiff.models.model import Model
 from streamdiff.models.spec import CAMERA_CONTROLS, CAMERA_ROWS
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.controls import HeldControls
+from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.context_process import STEERED
 from tests.pipeline.playing import Order, local_ring, pictures_of, play, same
@@ -224,3 +228,54 @@ def test_a_saved_world_looks_where_it_looked() -> None:
     assert all(map(np.array_equal, pictures_of(before, count), pictures_of(after, count)))
     before.close()
     after.close()
+
+
+def test_given_poses_are_followed_as_far_as_they_go_and_then_keys_steer() -> None:
+    """A way straight ahead over two chunks is that of the key; a saved session has the rest of it."""
+    chunk, frames = WORLD.spec.chunk_latents, WORLD.spec.chunk_frames
+    track = poses_of_keys(np.tile([1.0, 0.0, 0.0, 0.0], (4 * (2 * chunk - 1), 1)))[0]
+    made: dict[StreamingPipeline, list[Tensor]] = {}
+
+    def opened(**given: Tensor) -> StreamingPipeline:
+        pipeline = StreamingPipeline(WORLD, CPU, parts=local_parts(WORLD, CPU, 1))
+        latents, advance = made.setdefault(pipeline, []), pipeline.sampler.advance
+
+        def noted(row: MicroStep, flow: Tensor) -> Finished | None:
+            if (finished := advance(row, flow)) is not None:
+                latents.append(finished.latents.clone())
+            return finished
+
+        pipeline.sampler.advance = noted  # type: ignore[method-assign]
+        text = pipeline.text.encode(RED)
+        pipeline.open(0, text, seed=3, epoch=0, steps=4, kv_context="clean", **given)
+        return pipeline
+
+    def more(pipeline: StreamingPipeline, chunks: int) -> None:
+        end = len(made[pipeline]) + chunks
+        while len(made[pipeline]) < end or pipeline.busy:
+            pipeline.set_frame_credit(0, (end - len(made[pipeline])) * frames)
+            pipeline.step(0.1)
+
+    held = opened()
+    held.set_controls(0, {"forward": 1.0})
+    given = opened(controls=held.cameras_of({"poses": track}))
+    given.set_controls(0, {"look_up": 1.0})
+    given.set_controls(0, {"look_up": 0.0})  # a tap that nobody sees
+    more(given, 1)
+    again = opened()
+    again.close_session(0)
+    again.resting.load(0, save(given, 0)[0])
+    more(held, 2)
+    held.set_controls(0, {"forward": 0.0, "right": 1.0})
+    for pipeline in (held, given, again):
+        if pipeline is not held:
+            more(pipeline, 1)
+            pipeline.set_controls(0, {"right": 1.0})
+        more(pipeline, 2)
+    for rest in (made[given], made[given][:1] + made[again]):
+        torch.testing.assert_close(rest, made[held], rtol=1e-5, atol=1e-5)
+    with pytest.raises(RequestError) as error:
+        held.cameras_of({"poses": track[:4]})
+    assert error.value.field == "poses" and held.info.has_camera
+    for pipeline in (held, given, again):
+        pipeline.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from streamdiff.api import StreamSession
-from streamdiff.core import Control
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
 from streamdiff.errors import ConfigError, RequestError
@@ -23,7 +23,6 @@ from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.clip_vision import ClipVision, load_tower
 from streamdiff.models.model import Model
-from streamdiff.models.spec import ActionModules, ActionRows
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.planner.model_sizes import entry_sizes
 from streamdiff.pipeline.ring import local_parts
@@ -32,10 +31,8 @@ from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.playing import local_ring
 from tests.saving import save
-from tests.small import CPU, LATENT_CHANNELS, small_encoder, small_model, small_transformer
+from tests.small import ACTIONS, CPU, KEYS, LATENT_CHANNELS, small_encoder, small_model, small_transformer
 
-KEYS = (Control("stand", "button", idle=True), Control("walk", "button"), Control("yaw", scale=0.1))
-ACTIONS = ActionModules((0, 1), 2, 12, 2, 1, 8, 4, 256.0, ActionRows(12, 4, 3))
 WIDTH, TOKENS = 160, 5
 PICTURE = np.random.default_rng(3).integers(0, 256, (16, 16, 3), dtype=np.uint8)
 
@@ -73,9 +70,9 @@ def opened(model: Model, stages: int = 1) -> StreamingPipeline:
     return StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages), pictures=pictures)
 
 
-def begin(pipeline: StreamingPipeline, session: int, seed: int) -> None:
+def begin(pipeline: StreamingPipeline, session: int, seed: int, kv_context: str = "clean") -> None:
     seen, start = pipeline.image_features(PICTURE), pipeline.encode_picture(PICTURE)
-    pipeline.open(session, seen, seed=seed, epoch=0, steps=4, kv_context="clean", start=start)
+    pipeline.open(session, seen, seed=seed, epoch=0, steps=4, kv_context=kv_context, start=start)
 
 
 def more(pipeline: StreamingPipeline, count: int, keys: dict[int, dict[str, float]] | None = None) -> list[np.ndarray]:
@@ -111,10 +108,12 @@ def test_what_is_held_makes_the_rows_that_a_file_would_say(frames: int) -> None:
     assert vectors.tolist() == [[0, 1, 0], *[[1, 0, 0]] * (frames - 1)]
 
 
-def test_a_saved_world_goes_on_on_another_number_of_stages(model: Model) -> None:
+@pytest.mark.parametrize("kv_context", ["clean", "same_step"])
+def test_a_saved_world_goes_on_on_another_number_of_stages(model: Model, kv_context: str) -> None:
+    model = replace(model, spec=replace(model.spec, kv_contexts=KV_CONTEXTS))
     keys: dict[int, dict[str, float]] = {1: {"walk": 1.0}, 3: {"walk": 0.0, "yaw": 1.0}, 4: {"yaw": 0.0}}
     before, after = opened(model, 2), opened(model, 3)
-    begin(before, 0, 5)
+    begin(before, 0, 5, kv_context)
     more(before, 5 * model.spec.chunk_frames, keys)
     for _ in range(3):
         before.step()

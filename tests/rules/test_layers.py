@@ -57,6 +57,7 @@ PIPELINE = (
     ("topology",),
     ("load_plan",),
     ("decode", "ring"),
+    ("loras",),
     ("runner",),
     ("row_faults",),
     ("distributed",),

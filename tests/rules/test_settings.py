@@ -8,7 +8,7 @@ import runpy
 from streamdiff.cli.parser import SETTINGS, fields, parsers
 from tests.rules.source import ROOT
 
-MOST_SETTINGS, MOST_FLAGS, MOST_FLAGS_OF_ALL = 84, 25, 67
+MOST_SETTINGS, MOST_FLAGS, MOST_FLAGS_OF_ALL = 85, 25, 67
 
 
 def flags_shown(*, everything: bool) -> list[str]:

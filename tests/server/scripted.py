@@ -58,7 +58,7 @@ TEXT_SHAPE, CHUNK_SHAPE = (4, 3), (3, 2, 2, 2)
 first number does."""
 INFO = ModelInfo(
     "scripted", "cpu", SIZE, SIZE, 40.0, CHUNK_FRAMES, 4, "clean", (4, 2),
-    text_shape=TEXT_SHAPE, chunk_shape=CHUNK_SHAPE,
+    text_shape=TEXT_SHAPE, chunk_shape=CHUNK_SHAPE, has_camera=True,
 )  # fmt: skip
 
 CONTROLS = (Control("move_x", keys=("ArrowLeft", "ArrowRight", "MouseX")), Control("jump", "button", ("Space",)))

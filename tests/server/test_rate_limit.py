@@ -1,4 +1,4 @@
-"""Events per second over a sliding window, and how many are let through."""
+"""Events per second over a sliding window, how many are let through, and which names of a server are its own."""
 
 from __future__ import annotations
 

@@ -412,9 +412,17 @@ class WanDenoiser:
     ) -> Tensor:  # fmt: skip
         """The rest of a block, from `mixed`, what its self-attention returned, and `hidden`, what came into it; `act`
         as of `run_blocks`."""
+        hidden = self.to_cross_attention(weights, hidden, modulation, text, mixed, attend)
+        if act is not None:
+            hidden = act(weights.block, hidden)
+        return self.feed_forward(weights, hidden, modulation)
+
+    def to_cross_attention(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: BlockText, mixed: Tensor, attend: Attend
+    ) -> Tensor:
+        """`after_attention`, cross-attention included."""
         block, _, branches = weights
-        _, _, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
-        mixed = mixed.flatten(2)
+        gate, mixed = modulation[:, :, 2], mixed.flatten(2)
         hidden = _gated(hidden, add_branches(branches, "attn1.to_out.0", mixed, block.attn1.to_out[0](mixed)), gate)
         if isinstance(text, SteeredText):
             hidden = torch.addcmul(text.shift, hidden, text.scale)
@@ -423,10 +431,12 @@ class WanDenoiser:
         normal = _norm(block.norm2, hidden)
         query = self._split(cross.norm_q(add_branches(branches, "attn2.to_q", normal, cross.to_q(normal))))
         mixed = attend(query, text.key, text.value).flatten(2)
-        hidden = hidden + add_branches(branches, "attn2.to_out.0", mixed, cross.to_out[0](mixed))
-        if act is not None:
-            hidden = act(block, hidden)
+        return hidden + add_branches(branches, "attn2.to_out.0", mixed, cross.to_out[0](mixed))
 
+    def feed_forward(self, weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> Tensor:
+        """The end of a block, after cross-attention and actions."""
+        block, _, branches = weights
+        _, _, _, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         wide = gelu(add_branches(branches, "ffn.net.0.proj", normal, widen.proj(normal)))

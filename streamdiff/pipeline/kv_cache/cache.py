@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
-from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, DERIVED, STATE, reset, session_state
+from streamdiff.session_state.fields import BY_LAYER, BY_SHARE, DERIVED, STATE, reset, session_state
 
 
 class LayerCaches(NamedTuple):
@@ -46,9 +46,9 @@ class KVCache:
     rotated for.
     """
 
-    key: Tensor = field(metadata=BY_HEAD)
-    value: Tensor = field(metadata=BY_HEAD)
-    sink_key: Tensor = field(metadata=BY_HEAD)
+    key: Tensor = field(metadata=BY_SHARE)
+    value: Tensor = field(metadata=BY_SHARE)
+    sink_key: Tensor = field(metadata=BY_SHARE)
     queue: Tensor = field(metadata=BY_LAYER)
     sink_at: dict[int, int] = field(default_factory=dict, kw_only=True, metadata=STATE)
     _layers: list[LayerCaches] = field(init=False, repr=False, metadata=DERIVED)

@@ -21,6 +21,8 @@ _BLOCK_FLOOR_S = 1e-4
 _LINK_FLOOR_S = 2e-5
 # Of each of the four tensors that a block exchanges: read and written as it is packed, and as it is unpacked.
 _EXCHANGED, _COPIES = 4, 4
+# What an action module's element-wise kernels move, in hidden states of a chunk (benchmarks/results/kernel_count.json).
+_ACTING = 40.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def estimate(
     two exchanges per block; what a message carries is split over as many links."""
     tokens, width = sizes.tokens, sizes.width
     flops, attention_flops = _block_flops(sizes, kv_context)
+    acting, acts = _acting_flops(sizes, kv_context), () if sizes.spec.actions is None else sizes.spec.actions.blocks
     seen = sizes.window_tokens(kv_context) + sizes.text_tokens
     moved = 2 * width * seen + 10 * tokens * width + 2 * tokens * sizes.ffn_dim
     rows = range(1, max_rows + 1)
@@ -114,11 +117,14 @@ def estimate(
             max(floor_s, ceilings.seconds(r * row_flops, (values + r * row_values) * value_bytes)) for r in rows
         )
 
-    def block(r: int) -> float:
+    def block(r: int, steered: bool) -> float:
         own = r / shares
-        weights = sizes.block_values
-        computing = ceilings.seconds(own * flops, (weights + own * moved) * value_bytes, own * attention_flops)
+        nbytes = (sizes.block_values + own * moved) * value_bytes
+        computing = ceilings.seconds(own * flops, nbytes, own * attention_flops)
         between = ceilings.seconds(0.0, own * ceilings.elementwise * tokens * width * value_bytes)
+        if steered:
+            computing += ceilings.seconds(own * acting[0], sizes.acting_values * value_bytes, own * acting[1])
+            between += ceilings.seconds(0.0, own * _ACTING * tokens * width * value_bytes)
         alone = max(_BLOCK_FLOOR_S, block_copy_s, computing + between)
         if shares == 1:
             return alone
@@ -127,21 +133,20 @@ def estimate(
         there, back = (ceilings.exchange_s(count * tensor, shares) for count in (_EXCHANGED - 1, 1))
         return alone + (there + back + ceilings.seconds(0.0, _COPIES * _EXCHANGED * tensor))
 
+    plain, act = (tuple(block(r, steered) for r in rows) for steered in (False, True))
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
     flow_s = _LINK_FLOOR_S + sizes.flow_values * message
     # The head hands the others what it begins with; of the last stage each gathers the flow.
-    hand_on = flow_s if shares > 1 else 0.0
     gather = ceilings.exchange_s(max_rows * value_bytes * sizes.flow_values, shares)
     embed = part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4)
     own = tokens / shares
     head = part(sizes.output_values, 2.0 * own * sizes.output_values, 2 * own * width, _BLOCK_FLOOR_S / 4)
-    decode_tflops = ceilings.decode_tflops or ceilings.tflops
     return Costs(
         source=ceilings.source,
-        block_s=(tuple(map(block, rows)),) * sizes.blocks,
-        embed_s=tuple(time_s + hand_on for time_s in embed),
+        block_s=tuple(act if number in acts else plain for number in range(sizes.blocks)),
+        embed_s=tuple(time_s + (flow_s if shares > 1 else 0.0) for time_s in embed),
         head_s=tuple(time_s + gather for time_s in head),
-        decode_s=sizes.spec.chunk_latents * sizes.decoder.flops / (decode_tflops * 1e12),
+        decode_s=sizes.spec.chunk_latents * sizes.decoder.flops / ((ceilings.decode_tflops or ceilings.tflops) * 1e12),
         link_s=_LINK_FLOOR_S + sizes.hidden_values / shares * message,
         flow_s=flow_s,
     )
@@ -157,9 +162,19 @@ def _block_flops(sizes: ModelSizes, kv_context: str) -> tuple[float, float]:
     return products, 2.0 * tokens * 2 * width * (sizes.window_tokens(kv_context) + sizes.text_tokens)
 
 
+def _acting_flops(sizes: ModelSizes, kv_context: str) -> tuple[float, float]:
+    """Operations of an action module on one row, window full: of matrix products, and of attention over time."""
+    if (own := sizes.spec.actions) is None:
+        return 0.0, 0.0
+    kinds, window = 1 + (own.mouse > 0), sizes.spec.window(kv_context)
+    return 2.0 * sizes.tokens * sizes.acting_values, 4.0 * kinds * sizes.tokens * window * own.heads * own.head_dim
+
+
 def row_gflop(sizes: ModelSizes, kv_context: str) -> float:
     """10^9 operations of all blocks on one row, window full."""
-    return sizes.blocks * sum(_block_flops(sizes, kv_context)) / 1e9
+    actions = sizes.spec.actions
+    acting = 0.0 if actions is None else len(actions.blocks) * sum(_acting_flops(sizes, kv_context))
+    return (sizes.blocks * sum(_block_flops(sizes, kv_context)) + acting) / 1e9
 
 
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

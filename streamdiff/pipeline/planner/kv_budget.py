@@ -121,6 +121,11 @@ class KVCacheBudget:
         """Reserve the bytes of a session. Mutates: self."""
         self._taken[session] = need
 
+    def cache_bytes(self, session: int) -> int:
+        """Bytes of a session's caches on all ranks, which a snapshot has too; 0 while it is swapped out."""
+        taken = self._taken.get(session, [])
+        return sum(nbytes - rank.decoding for nbytes, rank in zip(taken, self.memory, strict=False))
+
     def give_back(self, session: int) -> None:
         """Release the bytes of a session. Mutates: self."""
         self._taken.pop(session, None)

@@ -139,8 +139,8 @@ class Demand:
         weights = sizes.shared_values
         weights += sizes.embed_values + sizes.text_values if stage == 0 else 0
         weights += sizes.output_values if stage == last else 0
-        weights += sizes.action_values(first, end)
         on_device = end - first if storage.offload == "none" else min(end - first, OFFLOAD_BUFFERS)
+        weights += sizes.action_values(first, first + on_device)
         caches = sizes.cache_values(end - first, steps=load.steps, kv_context=load.kv_context, shares=load.shares)
         return Memory(
             rank,

@@ -98,6 +98,15 @@ class ModelSizes:
         return one * sum(first <= block < end for block in own.blocks)
 
     @property
+    def acting_values(self) -> int:
+        """Numbers of an action module's matrices that each token is multiplied by; 0 without action modules."""
+        if (own := self.spec.actions) is None:
+            return 0
+        inner = own.heads * own.head_dim
+        mouse = (2 * self.width + own.rows.window * own.mouse + 4 * inner) * inner
+        return 2 * inner * self.width + mouse * (own.mouse > 0)
+
+    @property
     def linear_values(self) -> int:
         """Numbers of a block that can be quantised to 8 bits: the matrices of attention, feed-forward and camera."""
         return (8 + self._camera_layers) * self.width**2 + 2 * self.width * self.ffn_dim
@@ -144,9 +153,9 @@ class ModelSizes:
     def cache_values(self, blocks: int, *, steps: int, kv_context: str, shares: int = 1) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
         slots, those of action modules, which the first blocks have, and the text's for one epoch. Of `shares` ranks
-        that share the stage each keeps that share of the caches' heads, and all of the text. The number of stages does
-        not matter, and a session in few steps keeps as much as in the most that the model has: it may change to
-        them."""
+        that share the stage each keeps that share of the caches' heads, or tokens, and all of the text. The number of
+        stages does not matter, and a session in few steps keeps as much as in the most that the model has: it may
+        change to them."""
         steps = most_steps(steps, self.spec.steps)
         slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
@@ -155,8 +164,8 @@ class ModelSizes:
         sink = 0 if self.spec.adaptive_ring(kv_context) else pinned
         own_width, acting = self.width // shares, 0
         if (own := self.spec.actions) is not None:  # the first stages have most
-            seen = self.tokens * (own.mouse > 0) + self.spec.chunk_latents
-            acting = min(blocks, len(own.blocks)) * 2 * slots * seen * own.heads * own.head_dim
+            seen = self.tokens * (own.mouse > 0) // shares + self.spec.chunk_latents
+            acting = min(blocks, len(own.blocks)) * 2 * caches * slots * seen * own.heads * own.head_dim
         return acting + blocks * (
             own_width * caches * (2 * slots + sink) * self.tokens + self.width * 2 * self.text_tokens
         )

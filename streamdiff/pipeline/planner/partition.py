@@ -187,8 +187,8 @@ def check_stages(stages: int, blocks: int) -> None:
 
 
 def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
-    """Raises ConfigError where a model of these sizes cannot be split over so many stages, these be shared so, its
-    blocks be offloaded, or its forwards compiled."""
+    """Raises ConfigError where a model of these sizes cannot be split over so many stages, these be shared so, or
+    its blocks be offloaded."""
     if config.offload == "blocks" and config.quantize != "none":
         raise ConfigError(
             f"offload is blocks and quantize is {config.quantize}, whose weights are no plain tensors that could be "
@@ -202,11 +202,6 @@ def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
             field="model.parallel",
         )
     check_stages(config.stages, sizes.blocks)
-    if sizes.spec.actions is not None:
-        asked = {"parallel": config.shares > 1, "offload": config.offload != "none", "compile": config.compile == "on"}
-        for name in (name for name, is_so in asked.items() if is_so):
-            why = f"{name} is {getattr(config, name)}, which action modules, as {sizes.spec.name} has, cannot have yet"
-            raise ConfigError(f"{why}; leave it out", field=f"model.{name}")
     if config.shares not in (possible := possible_shares(sizes)):
         fitting = ", ".join(map(str, possible[1:]))
         ways = f"{fitting} ranks can share one, or 1 has it alone" if fitting else "give each stage one rank"

@@ -80,12 +80,10 @@ class OffloadedBlocks:
         slabs.
 
         Raises:
-            ConfigError: blocks that are not alike, or less host memory than they take.
+            ConfigError: less host memory than they take.
         """
-        layouts = [{name: (each.shape, each.dtype) for name, each in tensors_of(own).items()} for own in blocks]
-        if any(layout != layouts[0] for layout in layouts):
-            raise ConfigError("blocks of different shapes cannot be offloaded; leave --offload out", field="offload")
-        self.block_bytes = sum(_aligned(each.nbytes) for each in tensors_of(blocks[0]).values())
+        self._sizes = [sum(_aligned(each.nbytes) for each in tensors_of(own).values()) for own in blocks]
+        self.block_bytes = max(self._sizes)
         self._blocks, self._device = blocks, device
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else HostStreams())
         self._host = self._to_slabs(pinned=device.type == "cuda")
@@ -94,24 +92,30 @@ class OffloadedBlocks:
     def weights(self, layer: int) -> BlockWeights:
         """Those of block `layer` on the device, for what the current stream is given until the next call. Mutates:
         self."""
-        return self._resident[self._ahead.take(layer)]
+        return self._resident[self._ahead.take(layer)][self._sizes[layer]]
 
     def part(self, first: int, last: int) -> OffloadedBlocks:
         """Blocks `first` to `last` (exclusive) with buffers of their own; host memory is shared."""
         part = copy(self)
         part._blocks, part._host = self._blocks[first:last], self._host[first:last]
+        part._sizes = self._sizes[first:last]
         part._make_buffers()
         return part
 
     def _make_buffers(self) -> None:
-        """Buffers on the device for these blocks, and the order of copies into them. Mutates: self."""
-        like = tensors_of(self._blocks[0])
+        """Buffers on the device for these blocks, and the order of copies into them; blocks of one size are alike.
+        Mutates: self."""
+        kinds = dict(zip(self._sizes, self._blocks, strict=True))
         self._buffers = [torch.empty(self.block_bytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-        self._resident = [_with_tensors(self._blocks[0], _views(buffer, like)) for buffer in self._buffers]
+        self._resident = [
+            {size: _with_tensors(own, _views(buffer, tensors_of(own))) for size, own in kinds.items()}
+            for buffer in self._buffers
+        ]
         self._ahead = CopyAhead(len(self._blocks), self._streams, self._copy)
 
     def _copy(self, layer: int, slot: int) -> None:
-        self._buffers[slot].copy_(self._host[layer], non_blocking=True)
+        size = self._sizes[layer]
+        self._buffers[slot][:size].copy_(self._host[layer][:size], non_blocking=True)
 
     def _to_slabs(self, pinned: bool) -> list[Tensor]:
         """Host memory of each block, uint8. Mutates: the blocks' modules."""

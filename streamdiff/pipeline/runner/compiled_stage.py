@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from streamdiff.pipeline.runner.model_runner import ModelRunner
 
 from streamdiff.models.transformer import attention_backend, rope
+from streamdiff.models.transformer.actions import ACTION_MODEL
 from streamdiff.models.transformer.attention_backend import AttendPaged, AttendParts, AttentionShape, try_paged
 from streamdiff.models.transformer.wan import BlockText, BlockWeights, TokenStates, block_modulation, concat_rows
 from streamdiff.pipeline.kv_cache import attention
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, PooledRow, StaticMetadata, TensorMetadata
 from streamdiff.pipeline.kv_cache.cache import CachePool, LayerCaches
+from streamdiff.pipeline.kv_cache.over_time import ActionRow
 from streamdiff.pipeline.runner import graphs
 from streamdiff.pipeline.runner.graphs import GraphKey, Inputs, RowInputs, Run, Tensors, Texts, graph_cache_on
 
@@ -92,10 +94,12 @@ class CompiledStage:
         self.paged, reason = try_paged(shape, rows, tokens, denoiser.attend_parts(), device, denoiser.dtype)
         logger.debug("Attention of several sessions' rows is computed %s", reason)
 
-    def run(self, given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> Tensors | None:
-        """The result of the plain path by a compiled forward, or None if there is none for this key. Mutates: the rows'
-        caches."""
-        key, inputs = _split(given, texts, metadata)
+    def run(
+        self, given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata], acting: Sequence[ActionRow]
+    ) -> Tensors | None:
+        """The result of the plain path by a compiled forward, or None if there is none for this key; `acting`: of a
+        model with action modules. Mutates: the rows' caches."""
+        key, inputs = _split(given, texts, metadata, acting)
         if (run := self._compiled(key)) is None:
             return None
         if self._graph_cache is None or (bound := self._bound(key, run, inputs, metadata)) is None:
@@ -135,7 +139,7 @@ class CompiledStage:
             return None
         if len(key.slots) == 1:
             return set(numbers), (key, numbers[0]), run, inputs
-        if not all(shape.plain for shape in key.shapes):
+        if inputs.acting or not all(shape.plain for shape in key.shapes):  # action modules' caches are in no pool
             return None
         shapes = tuple(replace(each, ranges=((0, each.sink + each.window_frames),)) for each in key.shapes)
         rows = tuple(
@@ -173,8 +177,14 @@ def run_parts(
     paged: AttendPaged | None = None,
 ) -> Tensors:
     """The stage's forward by its compiled parts, and self-attention, by the kernel `attend`, between them, with the
-    exchanges of ranks that share the stage. In a pool several rows attend by `paged`. Mutates: the caches."""
+    exchanges of ranks that share the stage, and action modules as they are written. In a pool several rows attend by
+    `paged`. Mutates: the caches."""
     denoiser, metadata, group = stage.denoiser, _metadata(key, inputs), stage.group
+    acting = [
+        ActionRow(own, *there, row.factors)
+        for own, there, row in zip(metadata, inputs.acting, inputs.rows, strict=False)
+        if row.factors is not None
+    ]
     in_pool = [
         PooledRow(row.slot + row.base, row.seen) for row in inputs.rows if row.base is not None and row.seen is not None
     ]
@@ -198,10 +208,14 @@ def run_parts(
         else:
             shared = attention.attend_rows(metadata, attend, group.all_heads, layer, *group.to_heads(*projected))
             mixed = group.to_tokens(shared)
+        rest: Tensor | None = mixed
         texts = tuple(text[layer] for text in inputs.texts)
+        if acting and hasattr(own.block, ACTION_MODEL):
+            crossed = parts.cross(own, hidden, modulation, texts, mixed)
+            hidden, rest = stage.act(acting, given[2], layer, own.block, crossed), None
         if layer < last:
-            hidden, *projected = parts.between(ropes, own, weights[layer + 1], hidden, modulation, texts, mixed)
-    result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
+            hidden, *projected = parts.between(ropes, own, weights[layer + 1], hidden, modulation, texts, rest)
+    result = parts.end(weights[last], hidden, time, modulation, texts, rest)
     if stage.last and group is not None:
         return stage.unite(result[0], group)
     return result if stage.last else (*result, *given[1 : 2 + (stage.spec.action_rows is not None)])
@@ -222,7 +236,9 @@ def _rotate_all_sinks(kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
     rotated.copy_(rope.rotate(kept, factors))
 
 
-def _split(given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> tuple[Key, Inputs]:
+def _split(
+    given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata], acting: Sequence[ActionRow]
+) -> tuple[Key, Inputs]:
     """The key of a forward, and its tensor inputs.
 
     A graph must not find out that two of its inputs happen to be the same tensor, which would be another graph: rows of
@@ -235,10 +251,13 @@ def _split(given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) 
         index = next((i for i, each in enumerate(caches) if each is own), len(caches))
         caches[index:] = caches[index:] or [own]
         sessions.append(index)
-    rows = tuple(RowInputs(*row.tensors[1:]).map(_fresh_view) for row in metadata)
+    factors: Sequence[Tensor | None] = [each.factors for each in acting] or [None] * len(metadata)
+    rows = tuple(
+        RowInputs(*row.tensors[1:], factors=own).map(_fresh_view) for row, own in zip(metadata, factors, strict=True)
+    )
     others = tuple(tuple(type(own)(*map(_fresh_view, own)) for own in text) for text in texts)
     key = Key(tuple(sessions), tuple(row.shape for row in metadata), tuple(len(each.keys[0]) for each in caches))
-    return key, Inputs(given, others, tuple(caches), rows)
+    return key, Inputs(given, others, tuple(caches), rows, tuple((each.caches, each.cache) for each in acting))
 
 
 def _fresh_view(tensor: Tensor) -> Tensor:
@@ -253,11 +272,13 @@ Ropes = tuple[Tensor, ...]
 
 class CompiledParts(NamedTuple):
     """A stage's forward as graphs around its self-attentions, compiled at first call: `begin` up to the first one,
-    `between` from one to the next, `end` after the last. Queries, keys and values are `[R, L, H, d]`, queries and keys
-    rotated; un-rotated keys follow if rows keep them. Where ranks share the stage: this rank's tokens, nothing rotated
-    yet."""
+    `between` from one to the next, `end` after the last; `cross` from one to its block's action module, from where the
+    others go on if they are given None for what self-attention returned. Queries, keys and values are `[R, L, H, d]`,
+    queries and keys rotated; un-rotated keys follow if rows keep them. Where ranks share the stage: this rank's tokens,
+    nothing rotated yet."""
 
     begin: Callable[[Ropes, BlockWeights, Tensors], tuple[Tensor, ...]]
+    cross: Callable[..., Tensor]
     between: Callable[..., tuple[Tensor, ...]]
     end: Callable[..., Tensors]
 
@@ -275,10 +296,18 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         turned = rope.rotate(query, factors), rope.rotate(key, factors), value
         return (*turned, key) if keeps_unrotated else turned
 
-    def after(
+    def cross(
         weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[BlockText, ...], mixed: Tensor
     ) -> Tensor:
         own = block_modulation(weights.block.scale_shift_table, modulation)
+        return denoiser.to_cross_attention(weights, hidden, own, concat_rows(texts), mixed, attend)
+
+    def after(
+        weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[BlockText, ...], mixed: Tensor | None
+    ) -> Tensor:
+        own = block_modulation(weights.block.scale_shift_table, modulation)
+        if mixed is None:
+            return denoiser.feed_forward(weights, hidden, own)
         return denoiser.after_attention(weights, hidden, own, concat_rows(texts), mixed, attend)
 
     def begin(ropes: Ropes, weights: BlockWeights, given: Tensors) -> tuple[Tensor, ...]:
@@ -294,23 +323,20 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         hidden: Tensor,
         modulation: Tensor,
         texts: tuple[BlockText, ...],
-        mixed: Tensor,
+        mixed: Tensor | None,
     ) -> tuple[Tensor, ...]:
         hidden = after(weights, hidden, modulation, texts, mixed)
         return hidden, *before(ropes, following, hidden, modulation)
 
     def end(
-        weights: BlockWeights,
-        hidden: Tensor,
-        time: Tensor,
-        modulation: Tensor,
-        texts: tuple[BlockText, ...],
-        mixed: Tensor,
-    ) -> Tensors:
+        weights: BlockWeights, hidden: Tensor, time: Tensor, modulation: Tensor, texts: tuple[BlockText, ...],
+        mixed: Tensor | None,
+    ) -> Tensors:  # fmt: skip
         hidden = after(weights, hidden, modulation, texts, mixed)
         if not stage.last:
             return (hidden,)
         tokens = TokenStates(hidden, time)
         return (denoiser.output_layer(tokens, stage.grid) if stage.group is None else denoiser.output(tokens),)
 
-    return CompiledParts(graphs.one_graph(begin), graphs.one_graph(between), graphs.one_graph(end))
+    one_graph = graphs.one_graph
+    return CompiledParts(one_graph(begin), one_graph(cross), one_graph(between), one_graph(end))

@@ -20,6 +20,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import Capture, DecoderState, Step
 from streamdiff.models.transformer.wan import BlockText
 from streamdiff.pipeline.kv_cache.cache import LayerCaches
+from streamdiff.pipeline.kv_cache.over_time import ActionCaches
 
 Tensors = tuple[Tensor, ...]
 Texts = Sequence[Sequence[BlockText]]
@@ -37,6 +38,8 @@ class RowInputs(NamedTuple):
     """Where rows share a pool: the pool's slot that is the cache's first, int64 `[1]`."""
     seen: Tensor | None = None
     """And the pool's frames that the row sees, int64 `[n]`."""
+    factors: Tensor | None = None
+    """Of a model with action modules: see `ActionRow`."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowInputs:
         """The same with `change` of each tensor."""
@@ -44,12 +47,14 @@ class RowInputs(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All tensors that a forward reads; `caches`, once per session, are also written."""
+    """All tensors that a forward reads; `caches`, once per session, are also written, and of `acting`, of each row of a
+    model with action modules, one."""
 
     given: Tensors
     texts: tuple[tuple[BlockText, ...], ...]
     caches: tuple[LayerCaches, ...]
     rows: tuple[RowInputs, ...]
+    acting: tuple[tuple[ActionCaches, int], ...] = ()
 
 
 _In = TypeVar("_In")
@@ -161,7 +166,7 @@ class GraphCache:
             for index, tensor in enumerate(inputs.given)
         )
         texts = tuple(self._text(row, text) for row, text in enumerate(inputs.texts))
-        static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows)
+        static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows, inputs.acting)
         graph, result = self._graph_capture(run, static)
         return CapturedGraph(graph, static, texts, result)
 

@@ -37,7 +37,7 @@ from streamdiff.pipeline.row_faults import ROW_ERRORS, StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage
 from streamdiff.pipeline.runner.graphs import Tensors, Texts
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, DERIVED, KEPT, STATE, reset, session_state
+from streamdiff.session_state.fields import BY_LAYER, BY_SHARE, DERIVED, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore
 
 _TRIAL = -1
@@ -51,13 +51,13 @@ class StageState:
     epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
     geometry: CacheGeometry = field(metadata=KEPT)
-    state: KVCache = field(metadata=BY_HEAD)
+    state: KVCache = field(metadata=BY_SHARE)
     steps: int = field(metadata=KEPT)
     same_step: bool = field(metadata=KEPT)
     """Whether each step has a cache of its own: `same_step`."""
     cached_steps: int = field(metadata=KEPT)
     """If `same_step`: the step count that the caches are laid out for."""
-    actions: ActionCaches | None = field(metadata=BY_LAYER)
+    actions: ActionCaches | None = field(metadata=BY_SHARE)
     """Of a model with action modules."""
     newest: int = field(default=-1, metadata=STATE)
     """The newest chunk that has written; read only if not `same_step`."""
@@ -119,6 +119,7 @@ class ModelRunner:
         token and width in every block (5.1 GB of a 14B at 480x832)."""
         self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
         self._pool: CachePool | None = None  # caches that have graphs of CUDA
+        self._pooled_actions: dict[int, ActionCaches] = {}  # by number in the pool
 
     @torch.inference_mode()
     def carry_out(self, message: StageMessage) -> StageMessage:
@@ -194,16 +195,21 @@ class ModelRunner:
         geometry, caches = self._cache_kind(steps, kv_context)
         state = self._pool and self._pool.take(geometry, caches)
         state = state or KVCache.allocate(geometry, caches=caches, **self._cache_sizes(self.device))
-        actions = self._action_caches(geometry)
+        number = None if self._pool is None else self._pool.number_of(state.layers(0))
+        actions = None if number is None else self._pooled_actions.get(number)
+        if actions is not None:  # graphs are bound to them too
+            reset(actions)
+        elif (actions := self._action_caches(geometry, caches, self.device)) is not None and number is not None:
+            self._pooled_actions[number] = actions
         self.sessions[session] = StageState(geometry, state, steps, kv_context in PER_STEP, steps, actions)
 
-    def _action_caches(self, geometry: CacheGeometry) -> ActionCaches | None:
+    def _action_caches(self, geometry: CacheGeometry, caches: int, device: torch.device) -> ActionCaches | None:
         """Empty caches of the stage's action modules; None: the model has none."""
         if (sizes := self.spec.actions) is None:
             return None
         layers = max((at + 1 for at, each in enumerate(self.denoiser.blocks) if hasattr(each, ACTION_MODEL)), default=0)
-        tokens, like = self.denoiser.tokens(self.grid) // self.grid[0], self._cache_sizes(self.device)["like"]
-        return ActionCaches.allocate(geometry, sizes, layers, tokens, like)
+        tokens, like = self.denoiser.tokens(self.grid) // self.grid[0], self._cache_sizes(device)["like"]
+        return ActionCaches.allocate(geometry, sizes, caches, layers, tokens // self.shares, like)
 
     def _cache_kind(self, steps: int, kv_context: str) -> tuple[CacheGeometry, int]:
         """Geometry and number of a session's caches."""
@@ -289,7 +295,9 @@ class ModelRunner:
         if session.same_step and session.cached_steps != session.steps:
             before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
             session.cached_steps = 0  # what fails half way is not begun again: there is no schedule of 0 steps
-            session.state.rearrange(nearest_steps(before, now))
+            session.state.rearrange(sources := nearest_steps(before, now))
+            if session.actions is not None:
+                session.actions.rearrange(sources)
             session.cached_steps = session.steps
 
     @torch.inference_mode()
@@ -311,15 +319,16 @@ class ModelRunner:
             metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
         texts, camera = self._block_texts(rows, given)
         branches = self._branches([self.sessions[row.session].loras.get(row.epoch, {}) for row in rows])
-        plain = camera is not None or branches
-        done = self.compiled.run(given, texts, metadata) if self.compiled is not None and not plain else None
+        acting = () if self.spec.actions is None else self._action_rows(rows, metadata)
+        compiled = None if camera is not None or branches else self.compiled
+        done = None if compiled is None else compiled.run(given, texts, metadata, acting)
         if done is None:
             text = map(concat_rows, zip(*texts, strict=True))  # layer by layer: what cameras do is large
             attention = self.attention.on(metadata)
             if self.group is not None:
                 attention = partial(shared_attention, self.group, attention)
             entered = self.enter(given)
-            act = None if self.spec.actions is None else partial(self._act, self._action_rows(rows, metadata), entered)
+            act = None if entered.actions is None or not acting else partial(self.act, acting, entered.actions)
             done = self.leave(self.denoiser.run_blocks(entered, text, attention, act, camera, branches))
         for row in rows:
             if row.clean or (row.last and self.sessions[row.session].same_step):
@@ -365,21 +374,23 @@ class ModelRunner:
         embedding = self.denoiser.camera_embedding(cameras, *self.grid[1:])
         return embedding if self.group is None else self.group.own_tokens(embedding)
 
-    def _action_rows(self, rows: Sequence[MicroStep], metadata: Sequence[AttentionMetadata]) -> list[ActionRow]:
+    def _action_rows(self, rows: Sequence[MicroStep], metadata: Sequence[AttentionMetadata]) -> Sequence[ActionRow]:
         """What action modules attend with."""
         found = []
         for row, own in zip(rows, metadata, strict=True):
-            caches = self.sessions[row.session].actions
-            assert caches is not None, "the model has action modules"
-            found.append(ActionRow(own, caches, self._frame_factors(row.chunk)))
+            session = self.sessions[row.session]
+            assert session.actions is not None, "the model has action modules"
+            cache = self._cache(session, row)
+            found.append(ActionRow(own, session.actions, cache, self._frame_factors(row.chunk)))
         return found
 
-    def _act(self, rows: list[ActionRow], entered: TokenStates, layer: int, block: nn.Module, hidden: Tensor) -> Tensor:
+    @staticmethod
+    def act(rows: Sequence[ActionRow], actions: Tensor, layer: int, block: nn.Module, hidden: Tensor) -> Tensor:
         """See `wan.Act`. Mutates: the rows' caches."""
         module = getattr(block, ACTION_MODEL, None)
         if module is None:
             return hidden
-        result: Tensor = module(layer, hidden, entered.actions, partial(attend_over_time, rows))
+        result: Tensor = module(layer, hidden, actions, partial(attend_over_time, rows))
         return result
 
     def enter(self, given: Tensors) -> TokenStates:
@@ -450,6 +461,7 @@ class ModelRunner:
         assert self.compiled is not None
         geometry, caches = self._cache_kind(kept.steps, kept.kv_context)
         one = walk.nbytes(KVCache.allocate(geometry, caches=caches, **self._cache_sizes(walk.META)))
+        one += walk.nbytes(self._action_caches(geometry, caches, walk.META))
         if self.compiled.captures:
             sessions = kept.sessions if memory is None else memory.preallocates(kept, one)
             self._pool = CachePool(geometry, sessions, caches=caches, **self._cache_sizes(self.device))

@@ -146,7 +146,8 @@ class StreamInputs:
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
     condition: see `SamplerState.condition`.
-    controls: what steers each chunk `[n, *ModelSpec.steering_shape]`, in place of what is held; the last stays.
+    controls: what steers the first n chunks `[n, *ModelSpec.steering_shape]`, in place of what is held;
+        of a model without known keys the last stays.
     """
 
     noise: Noise | None = None
@@ -197,8 +198,9 @@ class SamplerState:
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=DERIVED)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     controls: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
-    """By chunk in flight, or `kept`: what steers it, see `ModelSpec.steering_shape`; empty where nothing does."""
-    given_controls: Tensor | None = field(default=None, metadata=DERIVED)
+    """By chunk in flight, or `kept`, and the one before them: what steers it, see `ModelSpec.steering_shape`; empty
+    where nothing does."""
+    given_controls: Tensor | None = field(default=None, metadata=KEPT)
     """By chunk, in place of what is held, see `StreamInputs.controls`."""
     heading: Heading = field(default=Heading(), metadata=STATE)
     """Of a model with a camera: where that looks since the latest chunk was admitted."""
@@ -267,7 +269,8 @@ class LatentSampler:
         levels = given.levels
         if given.condition is not None:
             state.condition = given.condition.to(self.device, torch.float32)
-        state.given_controls = given.controls
+        if given.controls is not None:
+            state.given_controls = given.controls.to(self.device, torch.float32)
         if given.source is not None:
             state.source = given.source.on(self.device)
             levels = levels or StepLevels.of_first_step(given.source, schedule)
@@ -338,10 +341,10 @@ class LatentSampler:
 
     def _steering(self, session: SamplerState, chunk: int) -> Tensor:
         """What steers a chunk that is admitted now, on the device. Mutates: session."""
-        if (given := session.given_controls) is not None:
-            return upload(given[min(chunk, len(given) - 1)], self.device)
-        spec = self.spec
+        spec, given = self.spec, session.given_controls
         vectors, rows = session.held.take(spec.chunk_latents, spec.controls), spec.action_rows
+        if given is not None and (chunk < len(given) or not spec.controls):  # where no key is known the last stays
+            return given[min(chunk, len(given) - 1)]
         if spec.has_camera:
             size = spec.width, spec.height
             own, session.heading = camera.held_cameras(vectors, session.heading, chunk == 0, *size)
@@ -396,7 +399,7 @@ class LatentSampler:
             session.keep(row, self._remembered(session, row.chunk, x0))
             session.latents[key] = x0
         else:
-            session.controls.pop(row.chunk, None)
+            session.controls.pop(row.chunk - 1, None)  # its own are the past of the next chunk's
         return Finished(row, x0)
 
     def _begin(self, row: MicroStep) -> Tensor:

@@ -150,7 +150,8 @@ def _check_sampler(head: HeadState, spec: ModelSpec) -> None:
     )
     _must(fits, f"{where}.condition", planes, "of this model")
     vectors = walk.described(torch.empty(spec.steering_shape or (0, 0), device=walk.META))
-    for key, each in new.controls.items():
+    given = {} if new.given_controls is None else {"given": new.given_controls[0]}
+    for key, each in (new.controls | given).items():
         _must(walk.described(each) == vectors, f"{where}.controls[{key}]", walk.described(each), vectors)
     in_flight = {
         (number, chunk.epoch): chunk.back
@@ -163,6 +164,7 @@ def _check_sampler(head: HeadState, spec: ModelSpec) -> None:
     there = new.kept.keys() | new.given_latents.keys()
     _must(clean <= there, f"{where}.kept", sorted(there), f"of {sorted(clean)}, whose clean pass is to come")
     steered, known = set(new.controls), new.kept.keys() | {number for number, _ in in_flight}
+    known |= {min((number for number, _ in in_flight), default=scheduled.next_chunk) - 1}
     _must(
         not steered or (spec.steering_shape is not None and steered <= known),
         f"{where}.controls",

@@ -35,16 +35,16 @@ class SavedParts:
 
     @property
     def whole(self) -> StageState:
-        """The stages' parts as one with all layers and heads."""
-        return walk.joined([walk.joined(shares, "heads") for shares in self.stages], "layers")
+        """The stages' parts as one with all layers, heads and tokens."""
+        return walk.joined([walk.joined(shares, "shares") for shares in self.stages], "layers")
 
     def cut(self, whole: StageState) -> list[list[StageState]]:
-        """A state with all layers and heads as parts for the same stages and ranks: views."""
+        """A state with all layers, heads and tokens as parts for the same stages and ranks: views."""
         first, stages = 0, []
         for shares in self.stages:
-            last, heads = first + shares[0].state.key.shape[1], shares[0].state.key.shape[4]
+            last, count = first + shares[0].state.key.shape[1], len(shares)
             layers = walk.cut(whole, "layers", first, last)
-            stages.append([walk.cut(layers, "heads", at * heads, (at + 1) * heads) for at in range(len(shares))])
+            stages.append([walk.cut(layers, "shares", at, at + 1, count) for at in range(count)])
             first = last
         return stages
 

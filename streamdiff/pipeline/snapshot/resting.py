@@ -206,6 +206,10 @@ class RestingStates:
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
+    def nbytes(self, session: int) -> int:
+        """What a snapshot of a session has at least, as far as is known."""
+        return 0 if self._pipeline.budget is None else self._pipeline.budget.cache_bytes(session)
+
     def comes_to_rest(self, session: int) -> bool:
         """Hold a session; whether nothing of it is under way, so that `save` may be called. Until then it makes
         nothing new."""

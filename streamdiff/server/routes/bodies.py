@@ -18,7 +18,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from streamdiff.engine.features import NAMES, NOTHING, Features, check_file, check_together, contract, decode
+from streamdiff.engine.features import NAMES, NOTHING, Features, check_file, check_together, decode, max_bytes
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.problem import Problem, Unavailable, refused_as
@@ -200,7 +200,7 @@ async def given_picture(
 
 def feature_files(ready: Ready) -> dict[str, int]:
     """The features that a form may have as files, see `read_fields`. Where a model takes none `check_file` says so."""
-    return {name: contract(name, ready).max_bytes if ready.text_shape else 0 for name in NAMES}
+    return {name: max_bytes(name, ready) for name in NAMES}
 
 
 async def given_features(files: Files, strength: float | None, ready: Ready, *, prompt: bool, image: bool) -> Features:

@@ -123,6 +123,8 @@ FEATURES = {
         "a safetensors file with `latents` of chunks, which the stream starts from with noise of level `strength` "
         "mixed in"
     ),
+    "poses": "NumPy's file with a camera's poses [frames, 4, 4], which move it as far as they go",
+    "intrinsics": "NumPy's file with its intrinsics [1 or frames, 4], beside `poses`",
 }
 """Files of features, for `json_or_form`."""
 

@@ -141,7 +141,7 @@ class SessionInfo(Answer):
     image: bool
     """whether it begins with a picture"""
     features: list[str]
-    """made elsewhere: prompt_embeds, image_latents, video_latents"""
+    """made elsewhere: prompt_embeds, image_latents, video_latents, poses, intrinsics"""
     input: InputInfo | None
     """the video that feeds it"""
     adaptive: bool

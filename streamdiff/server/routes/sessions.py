@@ -19,7 +19,7 @@ from streamdiff.config import Config
 from streamdiff.engine.change_log import parse_log
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import GetLog, Pictures, Save, SetTimeline
-from streamdiff.engine.timeline import MAX_CHANGES, parse_timeline, placed, timeline_schema
+from streamdiff.engine.timeline import MAX_CHANGES, TimedChange, parse_timeline, placed, timeline_schema
 from streamdiff.engine.validation import digest_of
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app_state import AppState, count_refusals, state_of, watcher_of
@@ -260,7 +260,8 @@ def _log_to_play(
     except ConfigError as error:
         raise Problem(422, str(error), code=error.code, field=LOG) from error
     header = log.header
-    changes = tuple(replace(each, steps=None) for each in log.changes if each.prompt or each.controls or each.taps)
+    without = (replace(each, steps=None) for each in log.changes)
+    changes = tuple(each for each in without if each != TimedChange(at=each.at))
     for wrong, why in (
         (len(changes) > MAX_CHANGES, f"it has {len(changes)} changes; a live session plays {MAX_CHANGES} at most"),
         (digest_of(spec.image) != header.image, "it began with another picture, or none; give what it had"),

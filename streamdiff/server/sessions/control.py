@@ -290,8 +290,6 @@ def check_value(message: ControlMessage, ready: Ready, switches: Sequence[str], 
             raise ControlError("out_of_range", why, "steps", message.id)
         case StrengthMessage() if not fed:
             raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
-        case RewindMessage() if fed:
-            raise ControlError("fed", "A video feeds the session, which is nowhere kept.", "chunk", message.id)
         case PromptMessage(switch=switch) if switch is not None and switch not in switches:
             why = f"`switch` is {switch!r}; this session can do {', '.join(switches)}."
             raise ControlError("out_of_range", why, "switch", message.id)

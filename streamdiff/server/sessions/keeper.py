@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from streamdiff import clock
 from streamdiff.atomic_write import lock_of, open_private, temporary_sibling
 from streamdiff.config import ServeConfig
-from streamdiff.engine.features import Features
+from streamdiff.engine.features import NAMES, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Ready, Save
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
@@ -76,6 +76,8 @@ class SavedRecord(BaseModel):
     prompt_embeds: bytes | None = None
     image_latents: bytes | None = None
     video_latents: bytes | None = None
+    poses: bytes | None = None
+    intrinsics: bytes | None = None
     strength: float = DEFAULT_STRENGTH
 
 
@@ -402,7 +404,7 @@ def spec_of(record: SavedRecord, ready: Ready) -> StreamSpec:
     data, picture = record.image, None
     if data is not None and len(data) == ready.height * ready.width * 3:
         picture = np.frombuffer(data, np.uint8).reshape(1, ready.height, ready.width, 3)
-    features = Features(record.prompt_embeds, record.image_latents, record.video_latents, record.strength)
+    features = Features(**{name: getattr(record, name) for name in (*NAMES, "strength")})
     start = record.prompt, record.seed, record.fps, record.steps, record.kv_context
     return StreamSpec(*start, picture, features, record.adaptive)
 

@@ -79,6 +79,11 @@ class LiveSession:
     """The video that feeds it."""
     kept: tuple[int, int] | None = None
     """The first chunk that it can be rewound to, and the latest that is kept."""
+    chunk: int = -1
+    """The latest that was made."""
+    timeline: Sequence[TimedChange] = ()
+    """Changes that were posted; their chunks count from `timeline_begin` on."""
+    timeline_begin: int = 0
 
     def __init__(
         self,
@@ -135,9 +140,6 @@ class LiveSession:
         self.strength, self.steering, self.loras = DEFAULT_STRENGTH, Steering(id, send), dict[str, float]()
         """Noise that is mixed with its video input; the controls that are held; scales of LoRAs, by name."""
         self.wheel = Wheel(id, config.serve.wheel_idle_s, words, self.broadcast)
-        self.chunk, self.timeline_begin = -1, 0
-        """The latest chunk that was made; that from which the timeline counts."""
-        self.timeline: Sequence[TimedChange] = ()
 
     @property
     def fps(self) -> float:

@@ -242,7 +242,7 @@ def test_a_cpu_tries_nothing() -> None:
 
 def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> None:
 
-    def short(call: Callable[[], object], device: torch.device) -> float:
+    def short(call: Callable[[], object]) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, refusing, short)

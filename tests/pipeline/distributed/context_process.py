@@ -20,7 +20,7 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.topology import Link, StageTopology, connect_stage, join_edges
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import THREE, Order, play
-from tests.small import CONTROLS, CPU, RED, WHITE, small_model
+from tests.small import CONTROLS, CPU, RED, WHITE, small_model, small_world
 
 LEAVE_S = 60.0  # on a busy machine
 LIKENESS = 0.97
@@ -33,10 +33,18 @@ STEERED = {
     9: Order(WHITE, 6, 4, "same_step", keys={0: [{"x": 0.25}], 4: [{"x": -1, "pan": 1}]}),
 }
 """Those of a model that has controls."""
+WORLDS = {
+    10: Order(RED, 5, 4, "clean", switch="recache", keys={1: [{"walk": 1.0}], 3: [{"walk": 0.0, "yaw": -1.0}]}),
+    11: Order(RED, 5, 4, "staircase", keys={0: [{"yaw": 0.5}], 2: [{"walk": 1.0}], 5: [{"yaw": 0.0}]}),
+    12: Order(WHITE, 6, 4, "same_step", 5, then_steps=2, keys={2: [{"walk": 1.0}]}),
+}
+"""Those of a world with action modules."""
 
 
 def shared_model(names: Iterable[int]) -> Model:
     """The model for these sessions: four blocks of four heads."""
+    if WORLDS.keys() & names:
+        return small_world(1, layers=4, heads=4)
     controls = CONTROLS if STEERED.keys() & names else ()
     model = small_model(1, layers=4, heads=4, sink=2, controls=controls)
     if ADAPTIVE.keys() & names:
@@ -76,7 +84,7 @@ def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
             connect_stage(part, topology, CPU).worker().run()
             continue
         ring = Ring(part, CPU, topology.rows, connect_stage(part, topology, CPU))
-        orders = ORDERS | ADAPTIVE | STEERED
+        orders = ORDERS | ADAPTIVE | STEERED | WORLDS
         results[text] = play(ring, model, {name: orders[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

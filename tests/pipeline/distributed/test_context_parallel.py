@@ -18,11 +18,12 @@ from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.rank_process import link_fault
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.snapshot.parts import SavedParts
 from streamdiff.session_state import walk
-from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, STEERED, Case, shared_model
+from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, STEERED, WORLDS, Case, shared_model
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import run_ranks
-from tests.small import CPU
+from tests.small import CPU, small_world
 from training.embedded import WEIGHTS, load_model
 
 LIMIT_S = 900.0  # ends what hangs; a busy machine takes minutes
@@ -43,7 +44,7 @@ def check(cases: list[str], folder: Path) -> None:
     expected = {}
     for text in cases:
         chunks, names = Case.of(text).chunks, Case.of(text).names
-        orders = {name: (ORDERS | ADAPTIVE | STEERED)[name] for name in names}
+        orders = {name: (ORDERS | ADAPTIVE | STEERED | WORLDS)[name] for name in names}
         if names not in expected:
             expected[names] = alone(orders, chunks)
         for name in names:
@@ -63,6 +64,30 @@ def test_shared_stages_make_what_one_rank_makes(tmp_path: Path) -> None:
     steered."""
     cases = [case("1x2", 12), case("2x2", 12, link="nccl"), case("2x2", 12, ADAPTIVE), case("2x2", 12, STEERED)]
     check(cases, tmp_path)
+
+
+def test_ranks_that_share_a_world_make_what_one_makes(tmp_path: Path) -> None:
+    """The mouse's keys and values are shared by tokens; in all contexts, with a recache and a change of steps."""
+    check([case("1x2", 8, WORLDS), case("2x2", 8, WORLDS)], tmp_path)
+
+
+@torch.inference_mode()
+def test_what_ranks_have_of_a_world_is_one_state_and_is_cut_again() -> None:
+    model = small_world(1)
+    stages = []
+    for share in range(2):
+        stage = ModelRunner(model, CPU, group=ContextGroup((0, 1), share, None, model.spec.chunk_latents))
+        stage.open(0, steps=4, kv_context="same_step")
+        for each in vars(stage.sessions[0].actions).values():
+            each.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(share * each.shape[4] // 2)))
+        stages.append(stage.sessions[0])
+    parts = SavedParts([stages], [], ({}, None), ({}, None))
+    whole, alone = parts.whole.actions, ModelRunner(model, CPU)
+    alone.open(0, steps=4, kv_context="same_step")
+    assert whole is not None and walk.outline(whole) == walk.outline(alone.sessions[0].actions)
+    for part, again in zip(stages, parts.cut(parts.whole)[0], strict=True):
+        pairs = zip(vars(part.actions).values(), vars(again.actions).values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.soak

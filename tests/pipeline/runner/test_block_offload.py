@@ -18,7 +18,8 @@ from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.distributed.fake_device import RUBBISH, Device, World
-from tests.small import CPU, RED, save_model, small_model, small_transformer
+from tests.pipeline.playing import Order, local_ring, play
+from tests.small import CPU, RED, save_model, small_model, small_transformer, small_world
 
 LAYERS = 5
 SEEDS = range(30)
@@ -122,6 +123,15 @@ def test_offloaded_blocks_give_the_same_bits(fused: bool, stages: int) -> None:
         assert torch.equal(here, there)
 
 
+def test_a_world_whose_blocks_differ_is_offloaded() -> None:
+    plain, offloaded = small_world(2, layers=4), small_world(2, layers=4)
+    source = offload(offloaded.denoiser, CPU).block_source
+    assert len(set(source._sizes)) == 2
+    orders = {0: Order(RED, 5, 4, "clean", keys={1: [{"walk": 1.0}]})}
+    here, there = (play(local_ring(model, CPU, 2), model, orders, 5)[0] for model in (plain, offloaded))
+    assert all(map(torch.equal, here, there))
+
+
 def test_weights_lie_in_host_memory_once_and_two_blocks_on_the_device() -> None:
     model = fresh()
     block = sum(each.nbytes for each in model.denoiser.blocks[0].parameters())
@@ -129,7 +139,8 @@ def test_weights_lie_in_host_memory_once_and_two_blocks_on_the_device() -> None:
     assert len(source._buffers) == 2 and block <= source.block_bytes < 1.5 * block + 20 * 256
     slabs = {each.untyped_storage().data_ptr() for own in model.denoiser.blocks for each in own.parameters()}
     assert slabs == {each.untyped_storage().data_ptr() for each in source._host}, "nothing is held twice"
-    on_device = {each.untyped_storage().data_ptr() for own in source._resident for each in own.block.parameters()}
+    resident = [kind.block for own in source._resident for kind in own.values()]
+    on_device = {each.untyped_storage().data_ptr() for block in resident for each in block.parameters()}
     assert on_device == {each.data_ptr() for each in source._buffers}
 
 

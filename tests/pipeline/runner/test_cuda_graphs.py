@@ -31,7 +31,7 @@ from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, end, local_ring, play
 from tests.pipeline.test_controls import WORLD
-from tests.small import BLUE, CPU, RED, WHITE, small_model
+from tests.small import BLUE, CPU, RED, WHITE, small_model, small_world
 
 MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
 FULL = 2
@@ -60,6 +60,7 @@ as they share memory."""
 
 def record(run: Run, inputs: Inputs) -> tuple[Graph, Tensors]:
     caches = [layer for pair in inputs.caches for each in pair for layer in each]
+    caches += [each for own, _ in inputs.acting for each in vars(own).values()]
     before = [layer.clone() for layer in caches]
     result = tuple(RESULTS.setdefault(each.shape, torch.empty_like(each)) for each in run(inputs))
     for layer, was in zip(caches, before, strict=True):
@@ -111,6 +112,23 @@ def test_what_cameras_do_is_copied_to_where_graphs_look_for_it(stages: int) -> N
         assert stage.compiled is not None and stage.compiled.pool is not None
         assert len({number // stage.compiled.pool.caches for number in stage.compiled.replayed}) == 2
         assert all(len(session.steered) < 2 for session in stage.sessions.values()), "only of the chunk in flight"
+
+
+@pytest.mark.parametrize(("kv_context", "stages"), [("clean", 2), ("same_step", 2)])
+def test_action_modules_are_captured_and_forwards_of_several_worlds_are_not(kv_context: str, stages: int) -> None:
+    """Of two worlds steered apart, through evictions; later sessions find the caches of earlier ones empty."""
+    model = small_world(1)
+    ring = compiled(model, stages, kv_context=kv_context, max_rows=2)
+    learned = [graphs_of(stage) for stage in stages_of(ring)]
+    assert all(isinstance(key, Key) and len(key.shapes) == 1 for graphs in learned for key, _ in graphs)
+    for first in (0, 2):
+        one = Order(RED, 5 + first, 4, kv_context, keys={1: [{"walk": 1.0}], 4: [{"yaw": -1.0}]})
+        orders = {first: one, first + 1: Order(WHITE, 6, 4, kv_context, keys={3: [{"yaw": 1.0}]})}
+        assert alike(play(ring, model, orders, 7), play(local_ring(model, CPU), model, orders, 7))
+        end(ring, *orders)
+    for stage, before in zip(stages_of(ring), learned, strict=True):
+        assert stage.compiled is not None and stage.compiled.pool is not None and graphs_of(stage) == before
+        assert len({number // stage.compiled.pool.caches for number in stage.compiled.replayed}) == 2
 
 
 class Noted(TorchDispatchMode):

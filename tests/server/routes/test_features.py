@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
@@ -148,6 +149,14 @@ def headed(text: str) -> bytes:
     return len(text).to_bytes(8, "little") + text.encode()
 
 
+def c_of(array: np.ndarray) -> bytes:
+    """A file of NumPy's."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+POSES = np.tile(np.eye(4), (9, 1, 1))
 HUGE = '{"latents": {"dtype": "F32", "shape": [%s, %s], "data_offsets": [0, 0]}}' % (("1" + "0" * 3000,) * 2)
 MANY = "{" + ", ".join(f'"{number}": 0' for number in [*range(70_000), 0]) + "}"
 WIDE = torch.zeros(1, *CHUNK_SHAPE[:3], 3)
@@ -176,6 +185,16 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "a name twice": ("image_latents", headed(MANY), "'0' stands in it twice"),
     "half a surrogate pair": ("image_latents", headed('{"\\ud800": 0}'), "\\ud800: expected dtype"),
     "empty": ("image_latents", b"", "is empty"),
+    "no array": ("poses", EMBEDS, "cannot be read"),
+    "an array of objects": ("poses", c_of(np.array([POSES, None], object)), "got object [2]"),
+    "an array of no size": ("poses", c_of(POSES[:0]), "got float64 [0, 4, 4]"),
+    "an array that is cut off": ("poses", c_of(POSES)[:-8], "bytes for float64 [9, 4, 4]"),
+    "an array with a huge header": ("poses", c_of(POSES).replace(b"(9, 4, 4), ", b"(9**9, 4, 4), "), "cannot be read"),
+    "an array of millions": ("poses", c_of(POSES).replace(b"(9, ", b"(99999999, "), "bytes for float64 [99999999"),
+    "no rotation": ("poses", c_of(2 * POSES), "expected rotations"),
+    "a pose that is nan": ("poses", c_of(POSES * float("nan")), "expected finite values"),
+    "too many poses": ("poses", c_of(np.tile(POSES, (4000, 1, 1))), "at most 4,194,304 bytes"),
+    "no focal length": ("intrinsics", c_of(np.zeros((1, 4))), "focal lengths above 0"),
 }  # fmt: skip
 
 
@@ -203,6 +222,7 @@ TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a text": ({"data": {"prompt": "red", "video_latents": "file.safetensors"}, "files": files()}, "video_latents"),
     "strength alone": ({"data": {"strength": "0.5"}, "files": files(image_latents=PICTURE)}, "strength"),
+    "intrinsics alone": ({"data": {}, "files": files(intrinsics=c_of(np.ones((1, 4))))}, "intrinsics"),
     "no strength": ({"data": {"prompt": "red", "strength": "0"}, "files": files(video_latents=VIDEO)}, "strength"),
 }  # fmt: skip
 

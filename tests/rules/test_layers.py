@@ -53,7 +53,7 @@ PIPELINE = (
     ("streaming_pipeline",),
     ("throughput",),
     ("worker_group",),
-    ("loras", "rank_process", "snapshot", "video_input"),
+    ("rank_process", "snapshot", "video_input"),
     ("topology",),
     ("load_plan",),
     ("decode", "ring"),

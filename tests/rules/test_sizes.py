@@ -20,12 +20,12 @@ pytestmark = pytest.mark.xdist_group("source rules")
 FILE_LINES = 700
 FUNCTION_LINES = 60
 CAPS = {
-    "code lines": 28_500,
+    "code lines": 29_250,
     "files": 195,
     "classes with Session in their name": 12,
     "class names with two meanings": 0,
     "raw lines of tests": 46_500,
-    "raw lines of benchmarks": 5_700,
+    "raw lines of benchmarks": 5_800,
 }
 _NO_CODE = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

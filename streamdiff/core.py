@@ -114,8 +114,14 @@ class MicroStep:
 
 @cache
 def shared_fields(kind: type) -> tuple[str, ...]:
-    """Fields of a dataclass in which all rows of a forward must be equal. KeyError for a field that does not say
-    whether it is SHARED or PER_ROW."""
+    """Fields of a dataclass in which all rows of a forward must be equal.
+
+    Raises:
+        TypeError: a field does not say whether it is shared.
+    """
+    for each in fields(kind):
+        if each.metadata.get("in_a_forward") not in ("shared", "per_row"):
+            raise TypeError(f"{kind.__name__}.{each.name} has to be field(metadata=SHARED) or PER_ROW")
     return tuple(each.name for each in fields(kind) if each.metadata["in_a_forward"] == "shared")
 
 

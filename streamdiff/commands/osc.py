@@ -4,7 +4,7 @@ tells is sent on as such. docs/remote.md has the addresses."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 from streamdiff.client import AsyncClient
@@ -26,7 +26,13 @@ def _address(text: str, flag: str) -> tuple[str, int]:
 
 async def _run(job: OscJob, listen: tuple[str, int], send: tuple[str, int] | None) -> None:
     osc = optional("pythonosc.osc_server", "stage", "streamdiff osc")
-    out = None if send is None else optional("pythonosc.udp_client", "stage", "streamdiff osc").SimpleUDPClient(*send)
+    client = optional("pythonosc.udp_client", "stage", "streamdiff osc")
+    with nullcontext() if send is None else client.SimpleUDPClient(*send) as out:
+        await _carry(job, listen, osc, out)
+
+
+async def _carry(job: OscJob, listen: tuple[str, int], osc: Any, out: Any) -> None:
+    """Carry messages both ways; `out`: where to send what the session tells, or None."""
 
     def tell(kind: str, name: str, value: object) -> None:
         if out is not None:

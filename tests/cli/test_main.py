@@ -117,7 +117,7 @@ def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
         assert main.main(["doctor", "--port", port, "--model", "/nowhere"]) == main.FAILED
     text = capsys.readouterr().out
     assert re.search(rf"FAIL +port +127\.0\.0\.1:{port} cannot be listened on", text)
-    assert "no weights (.safetensors, .pt, .pth, .bin) at /nowhere" in text
+    assert "no weights (.safetensors, .safetensors.index.json, .pt, .pth, .bin, .gguf) at /nowhere" in text
     assert "Missing: model, port." in text
 
 

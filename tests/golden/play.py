@@ -148,7 +148,8 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
             save(latents)
         pipeline = started(then, latents)
         pipeline.resting.load(0, Snapshot.from_bytes(mapped(file)))
-        play(pipeline, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
+        to_come = {0: case.split("/")[1]} if pipeline.scheduler.next_chunk(0) <= CHANGE_AT else {}
+        play(pipeline, partial(pipeline.step, 0.1), latents, to_come)
         ended(pipeline)
     return digest(latents[0])
 

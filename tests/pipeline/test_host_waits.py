@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.kernel_count import CUDA, STEPS, WithoutDevice, denoiser, spec_of
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.models.model import Model
+from streamdiff.pipeline import ring as ring_module
 from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.link import NoLink
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.sampler import StreamInputs
@@ -91,6 +93,7 @@ def ring_on_cuda(**more: Any) -> Iterator[tuple[Ring, Waits]]:
         model = Model(spec_of("longlive-1.3b"), denoiser(1), None, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeviceTimer, "on", lambda device: DeviceTimer())
+            patch.setattr(ring_module, "loop_on", lambda device: NoLink())
             ring = Ring(model, CUDA, **more)
         ring.sampler._thread = AtOnce(1)
         yield ring, waits

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamdiff.core import Frames
-from streamdiff.pipeline.profiler import TRACE, Profiler
+from streamdiff.pipeline.profiler import TRACE, Profiler, check_folder
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import CPU, RED, small_model
 
@@ -33,6 +33,7 @@ def runtime() -> StreamingPipeline:
 
 def profiled(folder: Path, chunks: int) -> StreamingPipeline:
     pipeline = runtime()
+    check_folder(folder)
     Profiler(pipeline, folder, chunks)
     return pipeline
 

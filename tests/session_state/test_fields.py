@@ -15,6 +15,7 @@ import torch
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import taehv, wan
+from streamdiff.models.transformer.lora import Factors
 from streamdiff.pipeline.kv_cache.over_time import ActionCaches
 from streamdiff.pipeline.runner.init_latents import ChunkLevels
 from streamdiff.pipeline.runner.sampler import PendingSteps
@@ -55,6 +56,7 @@ def examples() -> dict[str, Any]:
         wan.WanMemory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),
         *(PendingSteps(1, 2), ChunkLevels((0.5, 0.25), (500.0, 250.0))),
         ActionCaches(*(torch.ones(1, 2, 3, 2, tokens, 2, 4) for tokens in (4, 4, 1, 1))),
+        Factors(torch.ones(2, 4), torch.ones(4, 2)),
     ]
     found = {declared.name_of(type(each)): each for state in there for each in held(state)}
     pipeline.close()

@@ -49,12 +49,16 @@ class FakeStream:
     decoded: deque[Frames] = field(default_factory=deque)
 
 
+def _no_lora(name: str) -> None:
+    raise RequestError("lora", f"there is no LoRA {name!r}: the painter has none")
+
+
 class FakePipeline:
     """Keeps what it was asked for; how frames are made (`busy`, `collect`) is up to subclasses."""
 
     info: ModelInfo
     text: Any
-    loras = SimpleNamespace(names=())
+    loras: Any = SimpleNamespace(names=(), read=_no_lora)
     sampler = SimpleNamespace(sessions=defaultdict(lambda: SimpleNamespace(latest_loras={})))
     encodings = 0
     inputs: tuple[int, ...] = ()

@@ -83,7 +83,7 @@ class Schedule:
     own_from: float
 
 
-FROM_NOTHING, FROM_MODEL = Schedule(0.5, 0.85), Schedule(0.0, 0.4)
+FROM_NOTHING, FROM_MODEL = Schedule(0.5, 0.85), Schedule(0.0, 0.7)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Filling:
 
 
 FILLING = {
-    "cpu": Filling((64, 128, 32, 32), 2, (1, 3, 1, 1)),
+    "cpu": Filling((64, 128, 32, 32), 2, (2, 2, 1, 1)),
     "cuda": Filling((960, 640, 384, 384), 32, (192, 128, 96, 96)),
 }
 

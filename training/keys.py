@@ -18,7 +18,7 @@ PLAYED = 0.7
 """Share of the streams that somebody plays; the others never have a key."""
 CHANGE = 0.5
 """Share of the chunks at whose beginning other keys are held."""
-KINDS = {"none": 0.25, "move": 0.45, "stop": 0.1, "pan": 0.1, "both": 0.1}
+KINDS = {"none": 0.2, "move": 0.25, "stop": 0.1, "pan": 0.3, "both": 0.15}
 """Which keys are held then; `both` moves and pans."""
 TAP, LATE = 0.15, 0.05
 """Shares of the chunks with a tap, and with keys that change at a later latent frame."""

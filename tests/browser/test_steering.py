@@ -208,6 +208,7 @@ def test_the_page_says_what_comes_goes_back_and_branches_off(page: WebDriver, se
     httpx.post(server.url + "api/sessions/default/timeline", json=[{"seconds": 2, "prompt": "a blue star"}])
     until(page, lambda _: text(page, "coming-text").startswith("a blue star in "))
     until(page, lambda seen: coloured(seen, 2, 0) > 500 and not page.find_element("id", "coming").is_displayed())
+    until(page, lambda _: int(page.find_element("id", "rewind").get_attribute("max") or 0) > int(chunk or 0))
     page.execute_script("const r = document.getElementById('rewind'); r.value = arguments[0];", chunk)
     page.find_element("id", "rewind").send_keys(Keys.LEFT + Keys.RIGHT)
     assert text(page, "rewind-value").endswith(" s")

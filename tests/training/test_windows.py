@@ -137,7 +137,8 @@ def test_scenery_that_moves_weighs_more_the_less_that_changes_it(pool: Pool, cha
     scenes = torch.tensor([row_of(Scene(camera="left")), row_of(Scene(hour="passing")), row_of(Scene())])
     scenes = scenes[:, None].expand(-1, some.scenes.shape[1], -1)
     steps = math.sqrt(change) * torch.arange(some.bare.shape[1]).view(1, -1, 1, 1, 1, 1)
-    weight = replace(some, scenes=scenes, bare=steps.expand_as(some.bare)).weight().amin((2, 3, 4, 5))
+    still = torch.zeros_like(some.controls)
+    weight = replace(some, scenes=scenes, bare=steps.expand_as(some.bare), controls=still).weight().amin((2, 3, 4, 5))
     assert torch.allclose(weight[:2], torch.full_like(weight[:2], expected)), "under a camera that pans, as time passes"
     assert (weight[2] == 1).all(), "what stands still weighs what it did"
 

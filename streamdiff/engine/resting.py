@@ -33,6 +33,8 @@ class KeptSnapshots:
         self.limit, self._chunks = limit, chunks
         self._kept: list[KeptPlace] = []
         self._told: dict[str, tuple[int, int] | None] = {}
+        self._streams: list[object] = []  # of the sessions, as they were at the last `news`
+        self._changed = False  # since then
 
     def is_due(self, session: Session, chunk: int, rests: bool) -> bool:
         """Whether one is to be taken of a session whose next chunk this is: later of one that does not rest by itself,
@@ -42,6 +44,7 @@ class KeptSnapshots:
 
     def add(self, kept: KeptPlace) -> None:
         """Keep one more. Mutates: self."""
+        self._changed = True
         self._kept.append(kept)
         while sum(len(each.snapshot) for each in self._kept) > self.limit:
             del self._kept[0]
@@ -65,14 +68,16 @@ class KeptSnapshots:
 
     def rewound(self, session: Session, chunk: int) -> None:
         """Its chunks from this one on are made anew. Mutates: self."""
+        self._changed = True
         self._kept = [each for each in self._kept if each.stream is not session.stream or each.chunk <= chunk]
 
     def news(self, sessions: Collection[Session]) -> list[Event]:
         """What has become of what was kept of the open sessions since the last call. Mutates: self."""
-        if not (self.limit or self._told):
+        streams = [each.stream for each in sessions]
+        if streams == self._streams and not self._changed:  # nearly every step
             return []
-        streams = {id(each.stream) for each in sessions}
-        self._kept = [each for each in self._kept if id(each.stream) in streams]
+        self._streams, self._changed = streams, False
+        self._kept = [each for each in self._kept if each.stream in streams]
         told, self._told = self._told, {each.name: self._chunks_of(each) for each in sessions}
         return [Kept(name, chunks) for name, chunks in self._told.items() if chunks != told.get(name)]
 

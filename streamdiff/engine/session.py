@@ -151,8 +151,8 @@ class Session:
 
     @property
     def frame_credit(self) -> int:
-        """Frames that may still be made beyond those shown. In a steered stream the next chunk is admitted late:
-        they are no more than the pipeline needs, less what `max_ahead_frames` is below two chunks."""
+        """Frames that may still be made beyond those shown. In a steered stream they are those that the pipeline
+        needs, less what `max_ahead_frames` is short of two chunks: so the next chunk is admitted late."""
         ahead_frames = max(self.max_ahead_frames, self.min_ahead_frames)
         if self._controlled:
             chunk_frames = self._pipeline.info.chunk_frames if self.chunk >= 0 else 0

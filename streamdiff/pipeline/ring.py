@@ -21,7 +21,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import context_fault
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed.cuda_streams import loop_on
+from streamdiff.pipeline.distributed.cuda_streams import one_stage_link
 from streamdiff.pipeline.distributed.heartbeat import LEAVE_S
 from streamdiff.pipeline.distributed.link import NoLink, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
@@ -77,7 +77,7 @@ class Ring:
         self.sampler = LatentSampler(model, device)
         timer = DeviceTimer.on(device)
         self._timed = timer.stream()
-        self._sender, self._receiver = links or (loop := loop_on(device), loop)
+        self._sender, self._receiver = links or (loop := one_stage_link(device), loop)
         self.worker = Worker(self._receiver, self.stage, self._sender, timer, self._timed)
         self.limit = stages + 1 if stages > 1 else 1
         self.changes: dict[int, PendingSteps] = {}  # by session

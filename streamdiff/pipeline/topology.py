@@ -22,7 +22,7 @@ from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import stage_group
-from streamdiff.pipeline.distributed.cuda_streams import loop_on
+from streamdiff.pipeline.distributed.cuda_streams import one_stage_link
 from streamdiff.pipeline.distributed.link import Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
@@ -96,7 +96,7 @@ def connect_stage(
         senders, receivers = _connect_nccl(model, topology, device, on_edge)
     else:
         senders, receivers = _connect_tcp(model, topology, device)
-    loop = loop_on(device)
+    loop = one_stage_link(device)
     fellows = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
     onward = [sender for sender in senders.values() if sender not in fellows]
     # Where no edge leads on, what a rank sends goes nowhere, or on the head comes back.

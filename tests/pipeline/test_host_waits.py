@@ -93,7 +93,7 @@ def ring_on_cuda(**more: Any) -> Iterator[tuple[Ring, Waits]]:
         model = Model(spec_of("longlive-1.3b"), denoiser(1), None, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeviceTimer, "on", lambda device: DeviceTimer())
-            patch.setattr(ring_module, "loop_on", lambda device: NoLink())
+            patch.setattr(ring_module, "one_stage_link", lambda device: NoLink())
             ring = Ring(model, CUDA, **more)
         ring.sampler._thread = AtOnce(1)
         yield ring, waits

@@ -122,7 +122,7 @@ class PacedNoLink(NoLink):
         self._call = call
 
 
-def loop_on(device: torch.device) -> NoLink:
+def one_stage_link(device: torch.device) -> NoLink:
     """The ring of one stage on `device`."""
     return PacedNoLink(CudaStreams(device)) if device.type == "cuda" else NoLink()
 
